@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,8 +41,10 @@ def draw_runs(
     noise: float = NOISE,
     scores: Mapping[str, float] | None = None,
     score_noise: float = 0.01,
+    log_points: int = 0,
 ) -> list[MeasuredRun]:
-    """Return runs of each value of a setting. slowness: of a step, in times, by value."""
+    """Return runs of each value of a setting. slowness: of a step, in times, by value. log_points:
+    of each run, between which its speed varies as runs do."""
     runs = []
     for turn in range(repeats):
         for value, times in slowness.items():
@@ -58,7 +60,9 @@ def draw_runs(
             params = {setting: value, "train.seed": str(turn)}
             tags = {"device": "cpu", "host": "here"}
             name = f"{value}-{turn}"
-            runs.append(MeasuredRun(name, name, "FINISHED", params, tags, metrics))
+            recent = 64_000 / step_ms * np.exp(draw.normal(0, noise, log_points))
+            one = MeasuredRun(name, name, "FINISHED", params, tags, metrics)
+            runs.append(replace(one, recent_speeds=[float(speed) for speed in recent]))
     return runs
 
 
@@ -114,6 +118,38 @@ def _make_scores(what: str, sentence: str, low: float) -> Row:
     )
 
 
+def _make_single(log_points: int, before: str) -> Row:
+    same = {"0": 1.0, "1": 1.0}
+    seen = f"whose speed varies as much over {log_points} log points" if log_points else ""
+    return Row(
+        f"equal: 2 settings with one run each, a noise of 15 %, {seen or 'with no log points'}",
+        before,
+        "at most 5 % told as slower" if log_points else "none told as slower",
+        lambda draw: draw_runs(draw, same, repeats=1, noise=0.15, log_points=log_points),
+        _is_slower_told,
+        high=0.05 if log_points else 0.0,
+    )
+
+
+def _make_large(log_points: int, before: str, low: float) -> Row:
+    return Row(
+        f"2 times as slow, one run each, {log_points} log points",
+        before,
+        f"at least {low:.0%} told",
+        lambda draw: draw_runs(draw, {"a": 1.0, "b": 2.0}, repeats=1, log_points=log_points),
+        lambda words: any("args=b is" in line and "slower" in line for line in words),
+        low=low,
+    )
+
+
+def draw_uneven(
+    draw: Draw, slowness: float = 1.0, *, noise: float = 3 * NOISE
+) -> list[MeasuredRun]:
+    """Return 2 runs of a setting, of this noise, and 15 of another."""
+    few = draw_runs(draw, {"b": slowness}, repeats=2, noise=noise)
+    return few + draw_runs(draw, {"a": 1.0}, repeats=15)
+
+
 RATES = {"0.0001": 1.0, "0.001": 1.27, "0.01": 1.62}  # as they were measured, by chance
 EQUAL_RUNS = {"1": 0.990, "2": 0.995}
 ROWS = (
@@ -125,6 +161,18 @@ ROWS = (
     _make_slower(5, "82 %", 0.95),
     _make_slower(10, "58 %", 0.95),
     _make_slower(20, "17 %", 0.95),
+    _make_single(4, "53 %"),
+    _make_single(20, "53 %"),
+    _make_single(0, "53 %"),
+    _make_large(4, "100 %", 0.95),
+    Row(
+        "equal: 2 runs against 15, the two 3 times as noisy",
+        "7.6 %",
+        "at most 5 % told as slower",
+        draw_uneven,
+        _is_slower_told,
+        high=0.05,
+    ),
     Row(
         "learning rates of one batch size, 2 runs each, 1, 1.27 and 1.62 times as slow by chance",
         "all",

@@ -10,6 +10,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    from tasks.process.first_signals import answer_first_interrupt
+
+    answer_first_interrupt()  # before the imports that take time
     from tasks.process.command import exit_process, start_command
 
     start_command()

@@ -6,7 +6,9 @@ neither: it runs the flow itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
@@ -16,10 +18,11 @@ from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
+from tasks.engine.base.secret_texts import hide_secrets
 from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets, make_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import describe_setting, list_settings
-from tasks.run.flow_run import CalledFlow
+from tasks.run.flow_run import CalledFlow, run_at_desk
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import BAD_INPUT, resolve_and_check
 from tasks.run.resume import read_resumed_settings
@@ -30,7 +33,7 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
     that the command does, in Prefect's form with its settings in groups."""
     return CalledFlow(
         flow.fn,
-        call=_train_from_python,
+        call=partial(_train_from_python, flow.fn),
         shown=_hide_secrets,
         form=_make_form_signature,
         name=flow.name,
@@ -39,6 +42,7 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
 
 
 def _train_from_python(
+    function: Callable[..., Any],
     run_flow: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -56,11 +60,12 @@ def _train_from_python(
             config = RunConfig() if resume is None else read_resumed_settings(resume)
         given = config if isinstance(config, RunConfig) else make_config(config)
         asked = resolve_and_check(given, overrides)
+        run: dict[str, Any]
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run: dict[str, Any] = run_flow(config=asked, resume=resume)
+            run = run_flow(config=asked, resume=resume)
             return run
         with train_command.set_up_call():
-            run = run_flow(config=asked, resume=resume)
+            run = run_at_desk(run_flow, function, config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:
@@ -88,12 +93,12 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
-    config = parameters.get("config")
-    return (
-        {**parameters, "config": hide_config_secrets(config)}
-        if isinstance(config, RunConfig)
-        else parameters
-    )
+    return {
+        name: hide_config_secrets(value)
+        if isinstance(value, RunConfig)
+        else hide_secrets(value, name)
+        for name, value in parameters.items()
+    }
 
 
 def _make_form_signature(flow: Flow[..., Any]) -> Signature:
@@ -101,13 +106,27 @@ def _make_form_signature(flow: Flow[..., Any]) -> Signature:
     flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
     given = signature(flow.fn, eval_str=True).parameters
     in_form = {
-        "overrides": given["overrides"].replace(annotation=dict[str, Any], default={}),
+        "overrides": given["overrides"].replace(
+            annotation=Annotated[
+                dict[str, Any], WithJsonSchema({"type": "object", "propertyNames": _list_names()})
+            ],
+            default={},
+        ),
         "resume": given["resume"],
         "config": given["config"].replace(
             annotation=Annotated[RunConfig, WithJsonSchema(_make_form())]
         ),
     }
     return Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in in_form.values()])
+
+
+def _list_names() -> dict[str, Any]:
+    """Return the schema of the names that `overrides` may have, by which Prefect's server refuses a
+    misspelt one when it is asked for the run, before there is one."""
+    rows = list_settings()
+    names = [*(row.name for row in rows), *RunConfig.model_fields]
+    within = "|".join(re.escape(row.name) for row in rows if row.kind == "dictionary")
+    return {"anyOf": [{"enum": names}, {"pattern": f"^({within})\\."}]}
 
 
 def _make_form() -> dict[str, Any]:

@@ -197,8 +197,9 @@ def _train(asked: Namespace) -> int:
     data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
     told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
-    from tasks.engine.data.preparation import check_data
-    from tasks.engine.files.source_data import DataError
+    with command.pause_collection():
+        from tasks.engine.data.preparation import check_data
+        from tasks.engine.files.source_data import DataError
 
     try:
         check_data(asked.config.data)
@@ -216,8 +217,9 @@ def _train(asked: Namespace) -> int:
 
 def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
     try:
-        from prefect import tags
-        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+        with command.pause_collection():
+            from prefect import tags
+            from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
         heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
@@ -258,12 +260,21 @@ def _log_to_stderr() -> logging.Handler:
 
 
 def _run_flow(asked: Namespace) -> int:
-    from httpx import TransportError
+    code = _train_in_flow(asked)
+    # The exit code is that of the record: whoever sees that of a signal trains once more.
+    signals.forget_signal()
+    signals.disable_signal_exceptions(code)
+    return code
 
-    from flows.train import train
-    from tasks.run.flow_run import ASKED_AT
-    from tasks.run.gate import GateFailed
-    from tasks.run.record import find_last_ended
+
+def _train_in_flow(asked: Namespace) -> int:
+    with command.pause_collection():
+        from httpx import TransportError
+
+        from flows.train import train
+        from tasks.run.flow_run import ASKED_AT
+        from tasks.run.gate import GateFailed
+        from tasks.run.record import find_last_ended
 
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
@@ -272,6 +283,15 @@ def _run_flow(asked: Namespace) -> int:
     except GateFailed as failed:
         print(f"gate.fail: the run is {failed}", file=sys.stderr)
         return 1
+    except (KeyboardInterrupt, SystemExit):  # a signal
+        ended = find_last_ended()
+        status = ended.run.get("status") if ended is not None else None
+        if ended is None or status not in ("FINISHED", "FAILED"):
+            raise
+        told = f"{signals.describe_signal()} when the training had ended: {status} in MLflow"
+        print(told, file=sys.stderr)
+        print_report(ended.run)
+        return 0 if prefect_http.make_flow_run_end(ended.run).type == "COMPLETED" else 1
     except Exception as error:
         ended = find_last_ended()
         is_away = isinstance(error, TransportError)

@@ -5,20 +5,23 @@ in the terminal, as a page, in MLflow and in Prefect.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tasks.comparison import page, search_space, trainings
+from tasks.comparison.differences import find_work_classes, needs_recent_speeds
 from tasks.comparison.grid import Cell, ComparisonRequest, GridCheck
 from tasks.comparison.page import MAX_GROUPS, ComparisonReport
 from tasks.comparison.run_groups import (
     FIGURES,
+    RECENT_SPEED,
     Goal,
     Group,
     MeasuredRun,
@@ -32,7 +35,7 @@ from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
 from tasks.engine.base.units import format_number
 from tasks.process.redaction import redact_command_line
 from tasks.run.findings import make_process_tags
-from tasks.run.flow_run import show_markdown
+from tasks.run.flow_run import move_process_tag, show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
 from tasks.tracking.mlflow_pages import ComparisonView, make_comparison_path
@@ -74,7 +77,11 @@ class Comparison:
         """Train all that has not ended yet, and return the trainings by group."""
         assert self.state is not None
         source = self.trials or trainings.GridSource(self.state, self.asked.cells)
-        trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
+        try:
+            trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
+        except (KeyboardInterrupt, SystemExit):  # by a signal
+            print("\n".join(self._describe_interruption()), file=sys.stderr, flush=True)
+            raise
         runs = _read_measured(self.store, self.trained, self.state)
         self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
         return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
@@ -96,7 +103,7 @@ class Comparison:
     def compare(self, groups: Sequence[Group]) -> ComparisonReport:
         """Return the report on these groups; that on a search is told by its trials."""
         if self.trials is None:
-            report = page.compare_groups(groups, title=self.title)
+            report = page.compare_groups(self._add_recent_speeds(groups), title=self.title)
         else:
             told, goal = self.trials.describe(), self.trials.goal
             report = page.compare_groups(groups, title=self.title, goal=goal, told=told)
@@ -107,6 +114,18 @@ class Comparison:
             said = "; ".join(labels[:SHOWN]) + more
             report.notes.append(f"Trained before an interruption, and taken over: {said}")
         return report
+
+    def _add_recent_speeds(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups with what their runs' speeds were, where nothing else shows how much
+        these vary."""
+        if len(groups) < 2 or not needs_recent_speeds(find_work_classes(groups)):
+            return groups
+
+        def read(run: MeasuredRun) -> MeasuredRun:
+            points = self.store.read_series(run.run_id, RECENT_SPEED, most=CURVE_POINTS)
+            return replace(run, recent_speeds=[value for _, _, value in points])
+
+        return [replace(g, runs=[read(r) if r.is_done else r for r in g.runs]) for g in groups]
 
     def publish(self, report: ComparisonReport) -> None:
         """Print the report, and write its page and its plots."""
@@ -160,6 +179,17 @@ class Comparison:
         settings = best.settings if told else None
         self.store.set_tags(run_id, told, params=settings, metrics=known, step=step)
 
+    def _describe_interruption(self) -> list[str]:
+        """Return how far the trainings have come, and what goes on with them."""
+        assert self.state is not None
+        words = [word for word in self.asked.words if word != "--anew"]
+        again = shlex.join(["python", "-m", "flows.compare", *redact_command_line(words)])
+        ended = f"{len(self.state.ended)} of {self.asked.count} trainings have ended"
+        lines = [f"{ended}; the same command goes on with the others: {again}"]
+        if self.trials is not None and (best := self.trials.describe_best()):
+            lines.insert(0, f"So far {best}")
+        return lines
+
     def _tell(self, cell: Cell, ended: TrainingEnd | None) -> None:
         """Print that a training begins, or how it ended; what a search knows of it, MLflow gets."""
         said = "begins" if ended is None else ended.status
@@ -183,6 +213,7 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
 
     Raises ConfigError and TrackingError for what can be neither trained nor read.
     """
+    move_process_tag()
     if not asked.cells:
         comparison = _open_existing(asked, read_tracking_settings())
         yield comparison

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
+from statistics import median, stdev
 
 import numpy as np
 
-from tasks.comparison.pairwise_tests import PairTests, compare_all_pairs
+from tasks.comparison.pairwise_tests import Noise, PairTests, compare_all_pairs
 from tasks.comparison.run_groups import (
     PEAKS,
     SEED,
@@ -58,6 +58,8 @@ SAME_WORK = (
 )
 ALIKE, OPTIMIZER = "alike", "optim."
 SINGLE_NOISE = 0.05  # of a speed or a loss, where no setting has two runs; of a score in its unit
+LEAST_SPEEDS = 3  # of one run, from log point to log point, to show what its steps vary by
+POWER = 0.8  # with which a difference is told that is named where none was
 RESOLUTION = 0.01  # of a score: the most that one row more or less is taken to change
 OWN_WAIT = "time/core_wait_own_pct"
 OUTLIER = 1.3  # times as slow as the median of its repeats
@@ -195,12 +197,47 @@ class SpeedTests:
 
 
 def compare_speeds(classes: Sequence[WorkClass]) -> SpeedTests | None:
-    """Return the tests of all speeds that are judged; None where fewer than two are."""
+    """Return the tests of all speeds that are judged; None where fewer than two are.
+
+    Where none has two runs, a run's noise is taken to be what it varied by itself from log point to
+    log point, or SINGLE_NOISE where that is more; one that does not show it is not judged.
+    """
     judged = [one for one in classes if one.judged.runs]
+    noises: float | list[Noise] = SINGLE_NOISE
+    if needs_recent_speeds(judged):
+        known = [(one, noise) for one in judged if (noise := _find_noise(one.judged.runs[0]))]
+        judged, noises = [one for one, _ in known], [noise for _, noise in known]
     if len(judged) < 2:
         return None
     seconds = [[-math.log(run.metrics[SPEED]) for run in one.judged.runs] for one in judged]
-    return SpeedTests(judged, compare_all_pairs(seconds, floor=1e-4, assumed=SINGLE_NOISE))
+    return SpeedTests(judged, compare_all_pairs(seconds, floor=1e-4, assumed=noises))
+
+
+def needs_recent_speeds(classes: Sequence[WorkClass]) -> bool:
+    """Return whether there is one run of each, so that their own speeds have to show the noise."""
+    return not any(len(one.judged.runs) > 1 for one in classes)
+
+
+def _find_noise(run: MeasuredRun) -> Noise | None:
+    speeds = [math.log(speed) for speed in run.recent_speeds if speed > 0]
+    if len(speeds) < LEAST_SPEEDS:
+        return None
+    found = Noise(stdev(speeds), len(speeds) - 1.0)
+    return found if found.deviation > SINGLE_NOISE else Noise(SINGLE_NOISE)
+
+
+def _describe_single_noise(classes: Sequence[WorkClass]) -> str:
+    """Return what is taken for the noise of speeds where there is one run of each."""
+    runs = [run for one in classes for run in one.judged.runs]
+    known = [noise.deviation for run in runs if (noise := _find_noise(run)) is not None]
+    told = f"{format_percent(SINGLE_NOISE)} is taken for it"
+    if known and max(known) > SINGLE_NOISE:
+        most = format_percent(max(known))
+        told += f", and of a speed what it varied by from log point to log point, up to {most}"
+    if left := len(runs) - len(known):
+        of = f"that of {left} of {len(runs)}" if known else "any"
+        told += f"; no difference of {of} in speed is told, since they logged too few to show it"
+    return told
 
 
 def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> list[str]:
@@ -229,9 +266,10 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
     if len(groups) > 1 and done and len(single) == sum(bool(group.done) for group in groups):
         are_timed = any(len(one.judged.runs) > 1 for one in classes)  # by those of the same work
         what = "scores of repeats" if are_timed else "repeats"
+        taken = f"{format_percent(SINGLE_NOISE)} is taken for it"
+        taken = taken if are_timed else _describe_single_noise(classes)
         lines.append(
-            f"There is one run of each: how far {what} would lie apart is not known, and "
-            f"{format_percent(SINGLE_NOISE)} is taken for it"
+            f"There is one run of each: how far {what} would lie apart is not known, and {taken}"
         )
     elif len(groups) > 1 and single:
         lines.append(
@@ -277,11 +315,31 @@ def describe_differences(
             said = [slowness, _describe_memory(one.group, base.group)]
             if any(said):
                 lines.append(f"{one.group.called} {'; '.join(filter(None, said))}")
+    is_slower_told = any(" slower than " in line for line in lines)
     return [
         *describe_scores(groups),
         *_limit(lines, "are slower or larger"),
+        *([_describe_power(speeds)] if speeds is not None and not is_slower_told else []),
         *_describe_epochs(groups),
     ]
+
+
+def _describe_power(speeds: SpeedTests) -> str:
+    """Return that no speed differs by more than chance, and which difference would have been told.
+
+    See PairTests.find_told_difference.
+    """
+    counts = sorted({len(one.judged.runs) for one in speeds.classes})
+    runs = " to ".join(map(str, (counts[0], counts[-1])[: len(counts)]))
+    runs += " run" if counts[-1] == 1 else " runs"
+    least = math.log1p(MIN_DIFFERENCE)
+    found = math.expm1(speeds.tests.find_told_difference(POWER, least=least))
+    told = format_percent(found) if found < 1 else f"{_format_times(1 + found)}x"
+    return (
+        f"No difference in speed is beyond chance: at this noise of "
+        f"{format_percent(speeds.tests.deviation)} and {runs} of each, one of {told} would have "
+        "been told in 4 of 5 comparisons"
+    )
 
 
 def _describe_epochs(groups: Sequence[Group]) -> list[str]:

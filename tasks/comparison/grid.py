@@ -93,7 +93,7 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
             continue
         if name in found:
             problems.append(f"--vary {told}: {name} is varied already; give all its values at once")
-        elif is_secret(name, given):
+        elif is_secret(name, given) or redact(given) != given:
             problems.append(f"--vary {name}: is a secret, which no page of a comparison may show")
         elif name.startswith("run."):
             problems.append(f"--vary {told}: {name} is a name, and makes no other training")

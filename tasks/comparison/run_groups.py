@@ -23,6 +23,7 @@ IGNORED_SETTINGS = ("run.name", "run.key", "run.experiment")
 SEED = "train.seed"
 COMPARED_TAGS = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
+RECENT_SPEED = "speed/recent_samples_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
 # What the run that holds the others has of its best.
 FIGURES = (*SCORES, SPEED, "speed/tokens_per_s", *PEAKS, "memory/leaked_mib")
@@ -60,6 +61,7 @@ class MeasuredRun:
     tags: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
+    recent_speeds: Sequence[float] = ()  # from log point to log point, where they were asked for
 
     @property
     def is_done(self) -> bool:
@@ -246,17 +248,20 @@ def compute_epoch_s(run: MeasuredRun) -> float | None:
 
 
 def compute_epoch_parts(group: Group) -> dict[str, float]:
-    """Return the seconds of an epoch by part, of the run whose epochs take the median time; they
-    sum to it. Empty where they are not known."""
-    known = [run for run in group.done if split_training_time(run.metrics)]
-    known = sorted(
-        (run for run in known if compute_epoch_s(run)), key=lambda run: compute_epoch_s(run) or 0.0
-    )
-    if not known:
+    """Return the seconds of an epoch by part, of the run whose epochs take the median time; of an
+    even number of runs the mean of the two in the middle. They sum to the median. Empty where they
+    are not known."""
+    runs = [run for run in group.done if compute_epoch_s(run)]
+    runs.sort(key=lambda run: compute_epoch_s(run) or 0.0)
+    middle = runs[(len(runs) - 1) // 2 : len(runs) // 2 + 1]
+    known = [(run.metrics["train/epoch"], split_training_time(run.metrics)) for run in middle]
+    if not all(parts for _, parts in known):
         return {}
-    run = known[(len(known) - 1) // 2]
-    epochs = run.metrics["train/epoch"]
-    return {name: s / epochs for name, s in split_training_time(run.metrics).items()}
+    found: dict[str, float] = {}
+    for epochs, parts in known:
+        for name, seconds in parts.items():
+            found[name] = found.get(name, 0.0) + seconds / epochs / len(known)
+    return found
 
 
 def compute_epoch_j(run: MeasuredRun) -> float | None:

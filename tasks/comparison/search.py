@@ -166,7 +166,9 @@ class Trials:
         for last, value in new:  # noqa: B007 (its last is a result)
             trial.report(value, last)
         self._journals[at] = trial, offset, last
-        if not new or not trial.should_prune():  # by the newest
+        if not new or last >= cell.config.train.epochs:  # it has trained to its end
+            return False
+        if not trial.should_prune():  # by the newest
             return False
         epoch, value = new[-1]
         why = "worse than the median of the trials before"
@@ -246,6 +248,14 @@ class Trials:
         trials = [self.make_cell(trial) for trial in self.study.trials[: self._count_drawn()]]
         return trials + self.list_repeats()
 
+    def describe_best(self) -> str:
+        """Return the best trial so far in words; empty where none has finished."""
+        if self.best is None:
+            return ""
+        label = self.make_cell(self.study.trials[self.best.number - 1]).label
+        value = format_number(self.best.value or 0.0)
+        return f"#{self.best.number} has the best {self.goal.name}: {value} ({label})"
+
     def describe(self) -> list[str]:
         """Return the search in sentences."""
         ended = self.comparison.ended.values()
@@ -254,11 +264,8 @@ class Trials:
         counts["failed"] = len(ends) - sum(counts.values())
         parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         lines = [f"{len(ends)} trials by {self.search.how}: {parts}"]
-        if self.best is not None:
-            label = self.make_cell(self.study.trials[self.best.number - 1]).label
-            value = format_number(self.best.value or 0.0)
-            lines.insert(0, f"#{self.best.number} has the best {self.goal.name}: {value} ({label})")
-            lines.insert(1, self._describe_repeats(len(ends)))
+        if best := self.describe_best():
+            lines[:0] = [best, self._describe_repeats(len(ends))]
         if counts["finished"] >= WEIGHED and len(self._distributions) > 1:
             weighed = get_param_importances(
                 self.study, evaluator=FanovaImportanceEvaluator(seed=self.base.train.seed % 2**32)

@@ -181,7 +181,8 @@ def set_state(api: str, run: str, *, type: str, message: str, name: str = "") ->
 STATES = {"FINISHED": "COMPLETED", "FAILED": "FAILED"}  # of Prefect, by those of MLflow
 UNSENT, RESUMED = "Unsent", "Resumed"  # names of states
 MOST = 200  # flow runs that Prefect tells of at once
-TAG = "process"  # of a flow run: process:HOST:PID:START
+# Of a flow run: process:HOST:PID:START. Its flow moves it to the field infrastructure_pid.
+TAG = "process"
 
 
 def make_flow_run_tag() -> str:
@@ -200,6 +201,7 @@ class FlowRunEnd:
     message: str = "Its process was gone."
     at_s: float = math.inf  # Unix time of its last sign of life
     name: str = ""  # of the state, where it is not that of its type
+    cancelled: str = ""  # the message of one that was cancelled: where it is, and what goes on
 
 
 def make_flow_run_end(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
@@ -211,6 +213,8 @@ def make_flow_run_end(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
     stopped, gate = run.get("stopped") or "", tags.get("gate", "")
     reason = run.get("error") or stopped or "to its end"
     end = FlowRunEnd(STATES.get(status, "CRASHED"), f"{status} in MLflow: {reason}")
+    if status == "KILLED":
+        return replace(end, cancelled=_describe_cancelled(run, end.message))
     if end.type != "COMPLETED":
         return end
     if stopped:
@@ -223,6 +227,14 @@ def make_flow_run_end(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
         more = f"; {end.name}: {end.message}" if end.name else ""
         end = replace(end, name=UNSENT, message=unsent + more)
     return end
+
+
+def _describe_cancelled(run: Mapping[str, Any], message: str) -> str:
+    opens, called = run.get("open_command", ""), run.get("run_id") or run.get("name", "")
+    page = next((word for word in opens.split() if word.startswith("http")), "")
+    again = f"Go on with it on {run['tags'].get('host', 'its host')}: " if called else ""
+    again += f"`python -m flows.train --resume {called}`" if called else ""
+    return "\n".join(filter(None, (message, page, again)))
 
 
 def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
@@ -285,7 +297,18 @@ def correct_flow_run_ends(
     wrong = [run for run in found if _is_false(run["state"], better[run["id"]])]
     for run in wrong if does else ():
         _set_end(api, run["id"], better[run["id"]])
+    _explain_cancelled(api, known, does=does)
     return {run["name"]: better[run["id"]] for run in wrong}
+
+
+def _explain_cancelled(api: str, known: Mapping[str, FlowRunEnd], *, does: bool) -> None:
+    """Say in the state of those that were cancelled where they are, and what goes on with them:
+    their worker, which gave them that state, knows neither."""
+    killed = {id: end.cancelled for id, end in known.items() if end.cancelled}
+    asked = {"id": {"any_": list(killed)[:MOST]}, "state": {"type": {"any_": ["CANCELLED"]}}}
+    for run in _read_flow_runs(api, asked) if killed and does else ():
+        if run["state"]["message"] != killed[run["id"]]:
+            set_state(api, run["id"], type="CANCELLED", message=killed[run["id"]])
 
 
 def _is_false(state: Mapping[str, str], end: FlowRunEnd) -> bool:
@@ -338,9 +361,10 @@ def _find_end(run: dict[str, Any], known: Mapping[str, FlowRunEnd]) -> FlowRunEn
     return FlowRunEnd() if _is_dead(run) else None
 
 
-def _is_dead(run: dict[str, list[str]]) -> bool:
+def _is_dead(run: dict[str, Any]) -> bool:
     here = f"{TAG}:{socket.gethostname()}:"
-    mine = [word.removeprefix(here).split(":") for word in run["tags"] if word.startswith(here)]
+    named = [*run["tags"], run.get("infrastructure_pid") or ""]
+    mine = [word.removeprefix(here).split(":") for word in named if word.startswith(here)]
     return any(len(words) in (2, 3) and not is_alive(*words) for words in mine)
 
 

@@ -68,6 +68,7 @@ _OWN = (f"{_PROJECT}flows{os.sep}", f"{_PROJECT}tasks{os.sep}")
 
 STEP_S = 10.0  # for a step to end; a second signal does not wait
 _begun_in: int | None = None  # the process that has something to leave in order
+_final_code: int | None = None  # of the process, whatever signal still comes
 _asked: int | None = None
 _asked_at = 0.0
 _raised: weakref.ref[BaseException] | None = None
@@ -105,8 +106,7 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before: dict[int, Any] = {n: signal.getsignal(n) for n in (*ENDING_SIGNALS, signal.SIGUSR1)}
-    before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
+    before = _find_handlers(*ENDING_SIGNALS, signal.SIGUSR1)
     came: list[int] = []
 
     def put_off(number: int, frame: FrameType | None) -> None:
@@ -127,27 +127,9 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
         give_back()
-        if callable(handler := before[number]):
-            handler(number, sys._getframe(1))
-        else:
-            signal.raise_signal(number)
+        _call_handler(before[number], number)
 
-    # Where Prefect's own handler stands, it hears that a run is to be cancelled, and tells it apart
-    # from a crash; else it hears nothing.
-    engine = sys.modules.get("prefect.utilities.engine")
-    theirs = getattr(engine, "_prefect_sigterm_handler", None)
-    stands = theirs is not None and before.get(signal.SIGTERM) is theirs
-
-    def put(handlers: Mapping[int, Any]) -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if stands:
-            setattr(engine, "_prefect_sigterm_handler", handlers[signal.SIGTERM])  # noqa: B010
-
-    def give_back() -> None:
-        put(before)
-
-    put(dict.fromkeys(before, put_off))
+    give_back = _put_handler(put_off, before)
     _waiting = deliver
     try:
         yield lambda: came[0] if came else None
@@ -156,6 +138,62 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         give_back()
+
+
+@contextmanager
+def hold_signals(hurry: Callable[[], None]) -> Iterator[None]:
+    """Let a signal wait until the block has come to its end, then do what it would have done.
+
+    Ctrl-C calls `hurry`, which is to shorten what the block waits for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, came = _find_handlers(*ENDING_SIGNALS), list[int]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if number == signal.SIGINT:
+            hurry()
+
+    give_back = _put_handler(hold, before)
+    try:
+        yield
+    finally:
+        give_back()
+    if came:
+        _call_handler(before[came[0]], came[0])
+
+
+def _find_handlers(*numbers: int) -> dict[int, Any]:
+    """Return what stands for these signals, but for those that are ignored."""
+    found: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
+    return {n: handler for n, handler in found.items() if handler is not signal.SIG_IGN}
+
+
+def _put_handler(handler: Callable[..., None], before: Mapping[int, Any]) -> Callable[[], None]:
+    """Let the handler stand for what stands for signals now; return what undoes it."""
+    # Where Prefect's own handler stands, it hears that a run is to be cancelled, and tells it apart
+    # from a crash; else it hears nothing.
+    engine = sys.modules.get("prefect.utilities.engine")
+    theirs = getattr(engine, "_prefect_sigterm_handler", None)
+    stands = theirs is not None and before.get(signal.SIGTERM) is theirs
+
+    def put(handlers: Mapping[int, Any]) -> None:
+        for number, one in handlers.items():
+            signal.signal(number, one)
+        if stands:
+            setattr(engine, "_prefect_sigterm_handler", handlers[signal.SIGTERM])  # noqa: B010
+
+    put(dict.fromkeys(before, handler))
+    return lambda: put(before)
+
+
+def _call_handler(handler: Any, number: int) -> None:
+    if callable(handler):
+        handler(number, sys._getframe(1))
+    else:
+        signal.raise_signal(number)
 
 
 def deliver_signal() -> None:
@@ -177,10 +215,13 @@ def enable_signal_exceptions() -> None:
     _begun_in = os.getpid()
 
 
-def disable_signal_exceptions() -> None:
-    """Let a signal end the process at once again: everything is cleaned up."""
-    global _begun_in
-    _begun_in = None
+def disable_signal_exceptions(code: int | None = None) -> None:
+    """Let a signal end the process at once again: everything is cleaned up.
+
+    code: with which it ends then, where that is known; else it is that of the signal.
+    """
+    global _begun_in, _final_code
+    _begun_in, _final_code = None, code
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.settrace(None)
 
@@ -188,6 +229,12 @@ def disable_signal_exceptions() -> None:
 def find_exit_code() -> int | None:
     """Return the exit code of the signal that came; None where none came."""
     return None if _asked is None else 128 + _asked
+
+
+def forget_signal() -> None:
+    """Let the exit code not be that of the signal that came: it came too late to matter."""
+    global _asked
+    _asked = None
 
 
 def describe_signal() -> str:
@@ -203,9 +250,10 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
     _asked, _asked_at = number, time.monotonic()
     if _begun_in is None:
         try:
-            os.write(2, f"{describe_signal()}\n".encode())
+            if _final_code is None:
+                os.write(2, f"{describe_signal()}\n".encode())
         finally:
-            os._exit(128 + number)
+            os._exit(128 + number if _final_code is None else _final_code)
     if _begun_in != os.getpid() or frame is None or _is_own(frame):  # or a worker process of ours
         raise _make_exception()
     signal.signal(signal.SIGALRM, _raise_if_swallowed)

@@ -34,6 +34,7 @@ from tasks.engine.accounts.own_loop import (
     list_optimizers,
 )
 from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.secret_texts import hide_secrets
 from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.memory import leaks
 from tasks.engine.memory.out_of_memory import is_oom
@@ -90,7 +91,7 @@ class Account(Recording, Guarded, raising=("begin",)):
         super().__init__(
             found.settings,
             FolderClaim(Path(found.settings.runs), name),
-            params=dict(flatten_params({} if params is None else params)),
+            params=hide_secrets(dict(flatten_params({} if params is None else params)), "params"),
             experiment=experiment,
         )
         if found.doubt:

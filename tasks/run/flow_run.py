@@ -30,45 +30,106 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.states import AwaitingRetry, Completed, Running
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 
+from tasks.engine.base.units import make_printable
 from tasks.engine.report import run_report
 from tasks.engine.report.report_sections import make_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import command, signals
-from tasks.process.prefect_http import make_flow_run_end
+from tasks.process.prefect_http import TAG as PROCESS_TAG
+from tasks.process.prefect_http import is_healthy, make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
-from tasks.process.run_task import CURRENT_RUN
+from tasks.process.run_task import CURRENT_RUN, IS_RECORDED
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import resolve_and_check
 from tasks.run.record import Record, find_last_ended
 from tasks.run.resume import Retry, make_default_name, plan_retry
-from tasks.services.local_prefect import is_temporary_api
+from tasks.services.local_prefect import find_server_log, is_temporary_api
 
 log = logging.getLogger(__name__)
 PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
 FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
+NAME_LETTERS = 120  # of a flow run that is refused
 PATIENCE_S = 1.0  # for the slot of a holder that is gone
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
+_begun: ContextVar[threading.Event | None] = ContextVar("_begun", default=None)  # the flow itself
+
+
+def run_at_desk(flow: Callable[..., Any], function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what the flow returns. Its function is called alone where the server that this desk
+    has started fails before the flow has begun: it would only show the run. A server that somebody
+    has named is waited for, and missed."""
+    api = PREFECT_API_URL.value() or ""
+    if not is_temporary_api(api):
+        return flow(**arguments)
+    begun = threading.Event()
+    token = _begun.set(begun)
+    try:
+        if is_healthy(f"{api}/health"):
+            return flow(**arguments)
+        why = "no answer"
+    except (TransportError, HTTPStatusError, RuntimeError) as error:
+        if begun.is_set() or not _is_of_server(error):
+            raise
+        why = redact(str(error)).splitlines()[0] or type(error).__name__
+    finally:
+        _begun.reset(token)
+    command.leave_prefect()
+    with forget_prefect():
+        log.warning(
+            "Prefect's server of this desk, %s, fails (%s; see %s): the training goes on without "
+            "it, and is in MLflow alone",
+            *(api, why, find_server_log()),
+        )
+        return function(**arguments).data  # of the state that Prefect would be given
+
+
+def _is_of_server(error: Exception) -> bool:
+    if isinstance(error, HTTPStatusError):
+        return error.response.status_code >= 500
+    return isinstance(error, TransportError) or str(error).startswith("Failed to reach API")
+
+
+@contextmanager
+def forget_prefect() -> Iterator[None]:
+    """Let nothing be told to Prefect in the block, nor by the process that sends the run."""
+    known = os.environ.pop("PREFECT_API_URL", None)
+    token = IS_RECORDED.set(False)
+    try:
+        with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+            yield
+    finally:
+        IS_RECORDED.reset(token)
+        if known is not None:
+            os.environ["PREFECT_API_URL"] = known
 
 
 def make_run_name() -> str:
     """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
-    on what and when. Prefect asks for it when the flow begins."""
+    on what and when; one whose settings are wrong by what is wrong, which is then the first that
+    Prefect shows and logs of it. Prefect asks for it when the flow begins."""
     asked = flow_run.parameters or {}
     config = asked.get("config") or {}
     try:
         if not isinstance(config, RunConfig):
             config = make_config(config)
         config = override_config(config, asked.get("overrides"))
-    except ConfigError:
-        config = RunConfig()  # the flow itself will say what is wrong
+    except ConfigError as error:
+        return make_printable(f"refused: {redact(error.problems[0])}", limit=NAME_LETTERS)
     return make_default_name(config)
 
 
@@ -82,6 +143,8 @@ def open_run(
     overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
     DataError for what can't work, before anything is spent.
     """
+    if (begun := _begun.get()) is not None:
+        begun.set()
     with redact_errors():
         run = Record(
             resolve_and_check(config, overrides),
@@ -93,12 +156,27 @@ def open_run(
             show_waiting=show_waiting,
             take_device_slot=take_device_slot,
         )
-    with schedule_retry(run), redact_errors(), run:
-        token = CURRENT_RUN.set(run)
-        try:
-            yield run
-        finally:
-            CURRENT_RUN.reset(token)
+    try:
+        with schedule_retry(run), redact_errors(), run:
+            token = CURRENT_RUN.set(run)
+            try:
+                yield run
+            finally:
+                CURRENT_RUN.reset(token)
+    except (KeyboardInterrupt, SystemExit):  # by a signal
+        if deployment.id:
+            _show_interruption(run)
+        raise
+
+
+def _show_interruption(record: Record) -> None:
+    """Show the report of a run that was cancelled, with where MLflow has it and what goes on."""
+    with suppress(Exception):  # it is to end now
+        told = record.run
+        report = run_report.make_markdown(told, open_command="")
+        text = f"{make_flow_run_end(told).cancelled}\n\n{report}"
+        headline = ", ".join(make_report(told).headline)
+        show_markdown(text, make_artifact_key("report", told["name"]), headline)
 
 
 def show_waiting(reason: str) -> None:
@@ -190,6 +268,8 @@ def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
 def show_markdown(text: str, key: str, title: str) -> bool:
     """Show the text as an artifact of this flow run, and return whether Prefect took it: that it is
     away is only logged."""
+    if not IS_RECORDED.get():
+        return False
     try:
         create_markdown_artifact(text, key=key, description=title)
         return True
@@ -231,9 +311,22 @@ class CalledFlow(Flow[..., Any]):
         return self.call(super().__call__, *args, **kwargs)
 
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return what Prefect keeps of them."""
-        kept: dict[str, Any] = redact_nested(super().serialize_parameters(self.shown(parameters)))
-        return kept
+        """Return what Prefect keeps of them; its own method imports fastapi for that, 0.3 s."""
+        kept = {name: _make_plain(value) for name, value in self.shown(parameters).items()}
+        found: dict[str, Any] = redact_nested(kept)
+        return found
+
+
+def _make_plain(value: Any) -> Any:
+    """Return the value as JSON may hold it; what has no such form is told by its type."""
+    try:
+        return to_jsonable_python(value, fallback=_name_type)
+    except (ValueError, RecursionError):  # it holds itself
+        return _name_type(value)
+
+
+def _name_type(value: Any) -> str:
+    return f"<{type(value).__name__}>"
 
 
 class Ended(RuntimeError):
@@ -280,9 +373,21 @@ def _prepare_flow_run() -> dict[str, str]:
     """
     logging.getLogger("tasks").setLevel(logging.INFO)
     redact_logs()
+    move_process_tag()
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
     return make_flow_run_tags()
+
+
+def move_process_tag() -> None:
+    """Move the name of this process from the tags of its flow run, which people read, to a field
+    that only programs do: by it a flow run is ended whose process is gone."""
+    named = [tag for tag in flow_run.tags or [] if tag.startswith(f"{PROCESS_TAG}:")]
+    if not named or not flow_run.id:
+        return
+    others = [tag for tag in flow_run.tags if tag not in named]
+    with suppress(TransportError, HTTPStatusError), get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(str(flow_run.id)), tags=others, infrastructure_pid=named[0])
 
 
 def make_flow_run_tags() -> dict[str, str]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 
@@ -52,11 +53,25 @@ class RunStart:
     steps: int = 0  # that it is to take
     epochs: int = 0
     made_at: float = 0.0  # Unix time; see `choose_made_at`
+    marks: Sequence[str] = ()  # of the last times that this folder went on; see mark_resume
 
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
         half.write_text(json.dumps(asdict(self)))
         half.rename(folder / START)
+
+    def mark_resume(self, folder: Path) -> RunStart:
+        """Return this start with a new mark, which the folder keeps before MLflow has it: where
+        MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
+        marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
+        marked.write(folder)
+        for place in (folder / START, folder):  # else a power cut takes away what MLflow keeps
+            opened = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        return marked
 
     def mark_as_retry(self, before: RunStart | None, *, on: str) -> RunStart:
         """Return this start on a device of that kind, as a retry of `before` if given."""
@@ -89,6 +104,7 @@ def read_start(folder: Path) -> RunStart | None:
     """
     with suppress(TypeError):
         start = RunStart(**read_json(folder / START))
+        start = replace(start, marks=tuple(start.marks))
         with suppress(LookupError):
             sent = read_json(folder / "sent.json") if not start.run_id else {}
             start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])

@@ -121,7 +121,7 @@ class Record(Recording):
         self.past = PastRuns(self._clock.time_stage("open_run", self._open, plan))
         if self.leases.waited_s > 1:
             self._clock.stages["time/wait_device_s"] = self.leases.waited_s
-        self._write("config.yaml", redact(dump_yaml(hide_config_secrets(self.config).model_dump())))
+        self._write("config.yaml", dump_yaml(hide_config_secrets(self.config).model_dump()))
         self._write("device.json", make_device_json(plan.device))
         at = next(iter(list_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
         self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))
@@ -168,12 +168,15 @@ class Record(Recording):
 
     def _reopen(self) -> dict[str, float] | None:
         """Go on with an earlier run; None where a key begins a new one instead."""
-        assert self._claim.start is not None
-        start = self._claim.start = self._claim.start.make_next(self.folder)
+        start = self._claim.start = self._claim.mark_resume().make_next(self.folder)
         tags = {**self._found.tags, "resumed": str(start.resumed)}
         run = {"run_id": start.run_id, "experiment_id": start.experiment_id}
+        step = next(iter(list_steps(self.folder / CHECKPOINTS)), 0)
+        claim = {"marks": [*start.marks], "by": f"{tags['host']} from step {step}"}
         try:
-            measured = self._journal.reopen(run, tags=redact_nested(tags), wanted=WANTED)
+            measured = self._journal.reopen(
+                run, tags=redact_nested(tags), wanted=WANTED, claim=claim
+            )
         except RunGone as gone:
             self._claim.begin_anew(gone)
             self._follow_claim()

@@ -17,6 +17,7 @@ from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import ReleaseFacts
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import GateConfig
+from tasks.process import signals
 from tasks.process.redaction import redact_nested
 from tasks.run.failures import Failure
 from tasks.run.findings import Findings, RunClock
@@ -80,14 +81,15 @@ class Recording:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        try:
-            self._prepare_end(error)
-            self._live.tell(stage="sending it to MLflow")
-            if self._journal.is_begun:
-                self._end(error)
-        finally:
-            self._journal.__exit__()
-            self._held.close()
+        with signals.hold_signals(self._journal.hurry):  # an end that is told by half is another
+            try:
+                self._prepare_end(error)
+                self._live.tell(stage="sending it to MLflow")
+                if self._journal.is_begun:
+                    self._end(error)
+            finally:
+                self._journal.__exit__()
+                self._held.close()
 
     def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the call returns; keep how long it took under its name, and why it failed."""

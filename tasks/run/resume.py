@@ -206,7 +206,7 @@ class FolderClaim:
 
     def __init__(self, runs: Path, name: str, locks: ExitStack | None = None) -> None:
         """locks: what is held already, and let go of with the folder."""
-        self.name = name
+        self.name = redact(name)
         self._runs, self._locks = runs, locks or ExitStack()
         self.start: RunStart | None = None
         self.folder = self._choose_folder()
@@ -246,7 +246,7 @@ class RunClaim(FolderClaim):
         self._runs = runs
         self._folder_lock: FileLock | None = None  # of the run to go on with
         self._is_by_key = bool(self.key and not resume)
-        self._new_name = name or make_default_name(config)
+        self._new_name = redact(name or make_default_name(config))
         with ExitStack() as locks:  # first of the key: of two who look for its run one finds it
             if self.key:
                 locks.enter_context(lock_key(runs, self.key))
@@ -279,6 +279,15 @@ class RunClaim(FolderClaim):
                 check_resume(self.folder, plan)
             except NothingKept as nothing:
                 self.begin_anew(nothing)
+
+    def mark_resume(self) -> RunStart:
+        """Return how the run began, marked as gone on with by this folder. Raises ConfigError."""
+        assert self.start is not None
+        try:
+            return self.start.mark_resume(self.folder)
+        except OSError as error:
+            told = f"--resume {self.folder}: can't be written ({error.strerror})"
+            raise ConfigError(told) from None
 
     def begin_anew(self, why: ConfigError | RunGone) -> None:
         """Leave the run of before, which can't be gone on with, for a new one of its key.

@@ -22,13 +22,17 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from tasks.engine.base.file_lock import is_held
+from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.process import prefect_http
+from tasks.process.command import pause_collection
 
+LOG = "headroom-server.log"
 LINGER_S = 20.0  # after the last run: events are written within seconds; a next run finds it ready
 # Of a request: for 30 s, in which a server that starts again is back. Prefect's own 5 are a minute.
 # It answers 500 while its database is away.
@@ -80,17 +84,22 @@ def is_temporary_api(api_url: str) -> bool:
     return lock.is_file() and lock.read_text().strip() == api_url
 
 
+def find_server_log() -> Path:
+    """Return where the shared server says what befell it."""
+    return find_prefect_home() / LOG
+
+
 @contextmanager
 def share_server(folder: Path) -> Iterator[str]:
     """Start or join the shared server, and yield the address of its API.
 
-    It stays for the block. Raises OSError where `folder` can't be written, and ConfigError where
-    this machine does not reach itself.
+    It stays for the block, which a process that is forked there does not prolong. Raises OSError
+    where `folder` can't be written, and ConfigError where this machine does not reach itself.
     """
     _require_loopback()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "headroom-runs.lock", "a") as runs:
-        flock(runs, LOCK_SH)  # waits while a server that saw no run left ends itself
+    with FileLock(folder / "headroom-runs.lock") as runs:
+        runs.share()  # waits while a server that saw no run left ends itself
         with open(folder / "headroom-start.lock", "a") as start:
             flock(start, LOCK_EX)
             url = _join_or_start(folder)
@@ -102,6 +111,9 @@ def _require_loopback() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", 9))  # of a datagram: it looks for a way, and sends nothing
     except OSError as error:
+        # The server, which this file is too, reads no settings: 0.2 s.
+        from tasks.engine.settings.read_settings import ConfigError
+
         raise ConfigError(
             f"PREFECT_API_URL: names no server, and one here would not be reached at 127.0.0.1 "
             f"({error.strerror}); turn on the loopback device (`ip link set lo up`)"
@@ -110,11 +122,8 @@ def _require_loopback() -> None:
 
 def _join_or_start(folder: Path) -> str:
     with open(folder / "headroom-server.lock", "a+") as lock:
-        try:
-            flock(lock, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            return lock.read().strip()
+        if (url := _find_server(lock)) is not None:
+            return url
         provide_database(folder)
         with closing(socket.create_server(("127.0.0.1", 0), backlog=512)) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
@@ -125,9 +134,31 @@ def _join_or_start(folder: Path) -> str:
         return url
 
 
+def _find_server(lock: IO[str]) -> str | None:
+    """Return the address of the server that is up; None where none is, and the lock is held.
+
+    Raises ConfigError.
+    """
+    until = time.monotonic() + prefect_http.ANSWER_S
+    while True:
+        try:
+            flock(lock, LOCK_EX | LOCK_NB)
+            return None
+        except BlockingIOError:
+            lock.seek(0)
+            if url := lock.read().strip():
+                return url
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"PREFECT_HOME: a process that has no address holds {lock.name}; end it, or name "
+                "another PREFECT_HOME"
+            )
+        time.sleep(0.05)  # the last one is about to be gone
+
+
 def _start_server(folder: Path, lock: IO[str], listening: socket.socket) -> None:
     fds = (lock.fileno(), listening.fileno())
-    with open(folder / "headroom-server.log", "w") as log:
+    with open(folder / LOG, "w") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "tasks.services.local_prefect", str(folder), *map(str, fds)],
             pass_fds=fds,
@@ -185,13 +216,29 @@ def _read_api_url(settings: dict[str, Any]) -> str:
 
 
 def _serve(folder: Path, lock_fd: int, socket_fd: int) -> None:
-    import uvicorn
-    from prefect.server.api.server import create_app
+    with pause_collection():
+        import uvicorn
+        from prefect.server.api.server import create_app
 
-    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
+        _use_one_connection()
+        server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
     threading.Thread(target=_end_when_unused, args=(folder, server), daemon=True).start()
     server.run(sockets=[socket.socket(fileno=socket_fd)])
     os.ftruncate(lock_fd, 0)
+
+
+def _use_one_connection() -> None:
+    """Let Prefect have one connection to its SQLite database, as it has to one in memory.
+
+    Of several one waits for the lock of another, for up to a minute, and holds its own mutex
+    meanwhile. Where garbage collection in the thread of Prefect's event loop frees a statement of
+    that connection, the loop waits for the mutex, the other for the loop, and nothing moves.
+    """
+    from prefect.server.database import configurations
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    one = partial(create_async_engine, pool_size=1, max_overflow=0)
+    setattr(configurations, "create_async_engine", one)  # noqa: B010 (it is not exported)
 
 
 def _end_when_unused(folder: Path, server: Any) -> None:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -162,6 +163,8 @@ def run_mlflow_ui() -> int:
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # with it: 1.7 GB and 30 s
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--default-artifact-root", Path(chosen.artifacts).as_uri()]
+    if entry_points(group="mlflow.app", name="headroom"):  # else it has not been installed since
+        arguments += ["--app-name", "headroom"]
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", *arguments])
 
 

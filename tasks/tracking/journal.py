@@ -287,7 +287,8 @@ class SenderEnded(RuntimeError):
 
 
 class RunGone(TrackingError):
-    """MLflow has no such run any more, or it was deleted there; the text says which."""
+    """The run can't be gone on with: MLflow has no such run any more, it was deleted there, or
+    another copy of its folder went on with it; the text says which."""
 
 
 class Journal:
@@ -373,18 +374,24 @@ class Journal:
         return self._begin(begin, tags, wanted)
 
     def reopen(
-        self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
+        self,
+        ids: Mapping[str, str],
+        *,
+        tags: Mapping[str, str],
+        wanted: Sequence[str] = (),
+        claim: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Open a run that goes on, like `create`: what its journal has of a step is not told again.
 
-        ids: run_id and experiment_id. Raises RunGone too: nothing is begun then, and another run
-        may be, in another folder.
+        ids: run_id and experiment_id. claim: the `marks` of this folder, the newest last, and `by`
+        whom it is gone on with. Raises RunGone too, where another copy of the folder has gone on:
+        nothing is begun then, and another run may be, in another folder.
         """
         try:
             begin = json.loads((self.folder / BEGIN).read_text())
         except (OSError, ValueError):
             begin = ids
-        return self._begin(begin, tags, wanted)
+        return self._begin({**begin, "claim": dict(claim or {})}, tags, wanted)
 
     def _begin(
         self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
@@ -565,6 +572,11 @@ class Journal:
         if answer.get("registered"):
             log.warning("run.registered_model: %s", answer["registered"])
         return dict(answer["times"])
+
+    def hurry(self) -> None:
+        """Wait no more for the sending process: it sends the rest by itself."""
+        self._histories.put(None)
+        self._answers.put({"to": None, "error": "tracking_uri: its answer was not waited for"})
 
     def add(self, metrics: Mapping[str, float], step: int, run: Mapping[str, Any]) -> None:
         """Add metrics to a run that has ended, in its folder. MLflow gets them by `send_added`, or

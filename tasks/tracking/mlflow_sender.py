@@ -29,26 +29,30 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 import psutil  # noqa: E402
-from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
-from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
-from tasks.engine.base.file_lock import FileLock  # noqa: E402
-from tasks.engine.memory import host_memory  # noqa: E402
-from tasks.engine.report import run_report  # noqa: E402
-from tasks.process import prefect_http
-from tasks.process.redaction import redact, redact_output  # noqa: E402
-from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
-from tasks.tracking.journal import RunGone  # noqa: E402
-from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
-from tasks.tracking.run_sender import (
-    Sender,
-    SendingState,
-    make_telemetry,
-    try_sending_lock,
-    wait_for_sending_lock,
-)
-from tasks.tracking.tracking_settings import TrackingSettings, read_tracking_settings  # noqa: E402
+from tasks.process.command import pause_collection  # noqa: E402
+
+with pause_collection():
+    from mlflow import MlflowClient  # it reads the environment when it is imported
+    from mlflow.exceptions import MlflowException
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    from tasks.engine.base.file_lock import FileLock
+    from tasks.engine.memory import host_memory
+    from tasks.engine.report import run_report
+    from tasks.process import prefect_http
+    from tasks.process.redaction import redact, redact_output
+    from tasks.tracking import mlflow_store, orphaned_runs, send_later
+    from tasks.tracking.journal import RunGone
+    from tasks.tracking.query_runs import find_newest_metrics, read_history
+    from tasks.tracking.run_sender import (
+        Sender,
+        SendingState,
+        make_telemetry,
+        try_sending_lock,
+        wait_for_sending_lock,
+    )
+    from tasks.tracking.tracking_settings import TrackingSettings, read_tracking_settings
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
@@ -83,7 +87,8 @@ class Session:
                 self.prefect_api = order.get("prefect_api", "")
                 self.watch(order.get("pid", 0))
                 self.answer({"to": "open"})  # MLflow is imported
-                self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+                with pause_collection():  # it imports MLflow's store
+                    self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
                 notes = [*mlflow_store.notes]
                 mlflow_store.notes.clear()
                 return {"ready": True, "notes": notes}
@@ -184,7 +189,8 @@ class Session:
         if not self.is_swept:
             self.is_swept = True
             self.sender.tags |= read_code_version(self.source)
-            run_report.load_plotting()
+            with pause_collection():
+                run_report.load_plotting()
             assert self.client is not None and self.where is not None
             self.dead = orphaned_runs.find_dead_runs(self.client, self.where, [self.experiment_id])
             self.correct_flow_runs()

@@ -203,7 +203,9 @@ def make_signature(spec: dict[str, Any]) -> ModelSignature:
             inputs = _make_column_specs(spec)
         elif names:
             inputs = [ColSpec("double", name) for name in names]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(_make_output_specs(spec)))
+    outputs = _make_output_specs(spec)
+    told = None if outputs is None else Schema(outputs)
+    return ModelSignature(inputs=Schema(inputs), outputs=told)
 
 
 def _make_column_specs(spec: dict[str, Any]) -> list[ColSpec]:
@@ -239,7 +241,9 @@ def _make_input_specs(spec: dict[str, Any]) -> list[Any]:
     )
 
 
-def _make_output_specs(spec: dict[str, Any]) -> list[Any]:
+def _make_output_specs(spec: dict[str, Any]) -> list[Any] | None:
+    if spec["task"] == "own" or spec.get("writes"):
+        return None  # lists of any length
     if spec["task"] == "classification":
         return [ColSpec("string", "prediction"), ColSpec("float", "probability")]
     if spec["task"] == "tokens":

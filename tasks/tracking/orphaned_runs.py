@@ -31,7 +31,9 @@ from tasks.tracking.run_sender import (
     UNSENT,
     Sender,
     SendingState,
+    claim_run,
     create_run,
+    find_other_copy,
     reopen_run,
     try_sending_lock,
 )
@@ -110,7 +112,8 @@ def begin_run(
 ) -> Sender:
     """Begin the run in MLflow of a training that begins or goes on; return its sender.
 
-    It is the run that has this journal, else a new one. Raises RunGone where it was deleted.
+    It is the run that has this journal, else a new one. Raises RunGone where it was deleted, and
+    where another copy of the folder has gone on with it, or does so now.
     """
     run = _read_known_run(client, begin["run_id"]) if "run_id" in begin else None
     if run is None and folder.name in _find_folders(chosen):  # whoever made it may have died then
@@ -127,11 +130,26 @@ def begin_run(
         state = find_sending_state(client, run, folder)
         if begin.get("again"):  # in mid-run, with another sending process
             return Sender(client, chosen, folder, state)
+        _refuse_living(run, begin["tags"])
+        if claim := begin.get("claim"):
+            claim_run(client, run, **claim)
         sender = reopen_run(client, chosen, state=state, folder=folder, tags=begin["tags"])
         sender.tell_params(begin.get("params", {}))
         sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
+
+
+def _refuse_living(run: Run, tags: Mapping[str, str]) -> None:
+    """Raise RunGone where another process of this host trains the run, in another folder."""
+    before, same = run.data.tags, ("host", "pid", "process.started_at")
+    is_here = before.get("host") == tags.get("host") == socket.gethostname()
+    is_me = all(before.get(name) == tags.get(name) for name in same)
+    if run.info.status == "RUNNING" and is_here and not is_me and is_run_alive(before):
+        raise RunGone(
+            f"its run {run.info.run_id} is being trained by process {before.get('pid')}, in "
+            "another copy of this folder"
+        )
 
 
 def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: SendingState) -> None:
@@ -241,6 +259,13 @@ def _resend(sender: Sender, dead: str) -> None:
         run_info = find_run(sender.client, sender.folder).info
         sender.state = SendingState(run_info.run_id, run_info.experiment_id)
     stored = sender.client.get_run(sender.state.run_id)
+    if _is_other_copy(sender.folder, stored):
+        sender.state = find_sending_state(sender.client, stored, sender.folder)
+        sender.state.closed = True  # the other has all of it
+        sender._keep()
+        if stored.info.status != "RUNNING":
+            return
+        sender.folder = Path()
     if not sender.folder.is_dir() or sender.folder == Path():
         sender.client.set_tag(sender.state.run_id, "end.reason", dead)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
@@ -266,6 +291,14 @@ def _resend(sender: Sender, dead: str) -> None:
     kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
     run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
+
+
+def _is_other_copy(folder: Path, run: Run) -> bool:
+    """Return whether another copy of the folder went on with its run since."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        marks = json.loads((folder / START).read_text()).get("marks", [])
+        return bool(find_other_copy(run, marks))
+    return False
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:

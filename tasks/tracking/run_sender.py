@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from sqlalchemy import bindparam, literal_column, select, tuple_
 from sqlalchemy.dialects import sqlite
@@ -43,6 +43,7 @@ from tasks.tracking.journal import (
     SENDING_LOCK,
     START,
     TRAINING_LOCK,
+    RunGone,
     Sample,
     read_journal_ends,
     read_metric_batches,
@@ -197,6 +198,7 @@ REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 REGISTERED = "registered"  # a tag
 UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and where the rest is
+RESUMED_BY = "resumed.by."  # a tag: who went on with the run, by a mark that its folder keeps
 EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
 NOT_ARTIFACTS = (
     *("sent.json", "run.json", BEGIN, SENDING_LOCK, RESERVE, "model"),
@@ -481,6 +483,41 @@ def create_run(
     sender.tell_data(data)
     sender._keep()
     return sender
+
+
+def claim_run(client: MlflowClient, run: Run, *, marks: Sequence[str], by: str) -> None:
+    """Tag the run with the newest mark of the folder that goes on with it, and by whom.
+
+    Raises RunGone where another copy of the folder has done so: its steps would be there twice.
+    """
+    run_id, mine = run.info.run_id, RESUMED_BY + marks[-1]
+    _refuse_other_copy(run, marks)
+    client.set_tag(run_id, mine, by)
+    try:
+        known = client.get_run(run_id)
+        _refuse_other_copy(known, marks)  # one that did the same meanwhile
+    except RunGone:
+        client.delete_tag(run_id, mine)
+        raise
+    for name in known.data.tags:
+        if name.startswith(RESUMED_BY) and name != mine:
+            client.delete_tag(run_id, name)
+
+
+def find_other_copy(run: Run, marks: Sequence[str]) -> str:
+    """Return the tag of another copy of the folder with these marks; empty where none went on."""
+    own = {RESUMED_BY + mark for mark in marks}
+    found = (name for name in run.data.tags if name.startswith(RESUMED_BY) and name not in own)
+    return next(found, "")
+
+
+def _refuse_other_copy(run: Run, marks: Sequence[str]) -> None:
+    if name := find_other_copy(run, marks):
+        raise RunGone(
+            f"its run {run.info.run_id} was gone on with since by {run.data.tags[name]}, in "
+            f"another copy of this folder (where that is lost, delete the run's tag {name} in "
+            "MLflow)"
+        )
 
 
 def reopen_run(

@@ -346,7 +346,10 @@ MODEL = [
     ),
     Row("a loss of one's own is missing", None, "--train.loss mine:loss", "train.loss: "),
     Row(
-        "a metric of one's own is missing", None, "--train.metrics.f1 mine:f1", "train.metrics.f1: "
+        "a metric of one's own is missing",
+        None,
+        "--train.metrics.own mine:f1",
+        "train.metrics.own: ",
     ),
     Row(
         "a source that raises",

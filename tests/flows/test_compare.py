@@ -2,6 +2,7 @@
 goes on; then runs that exist."""
 
 import json
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -40,6 +41,12 @@ def test_a_grid_is_trained_to_its_end_whatever_comes_between(compare: Start, pla
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
+    told = process.stderr.read().splitlines()[-2:]
+    assert told[0].startswith(
+        "2 of 4 trainings have ended; the same command goes on with the others: "
+    )
+    assert told[0].endswith(shlex.join(["python", "-m", "flows.compare", *words]))
+    assert told[1] == "terminated", "all that it said"
     left = [c for c in children if c.is_running() and "flows.train" in " ".join(c.cmdline())]
     assert not left, "a training outlived its comparison"
     assert query(place, "select status from runs where name like 'compare-%'") == [("KILLED",)]

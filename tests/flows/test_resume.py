@@ -161,6 +161,32 @@ def test_a_key_whose_run_is_gone_begins_a_new_one_and_says_why(
         assert train(KEYED)["run_id"] == run["run_id"], "with that one it goes on"
 
 
+def test_a_copy_of_a_folder_whose_run_went_on_is_refused_or_begins_anew(
+    prefect_api: str, place: Path
+) -> None:
+    """A restored backup went on with a run that had gone on: 117 steps were in it twice."""
+    runs, backup = place / ".headroom" / "runs", place / "backup"
+    run_id = train(KEYED)["run_id"]
+    shutil.copytree(runs, backup)
+    assert train(KEYED)["run_id"] == run_id, "the folder itself goes on, as often as it likes"
+    assert train(KEYED)["run_id"] == run_id
+    shutil.rmtree(runs)
+    shutil.copytree(backup, runs)
+    (old,) = _runs(place)
+    told = _query(place, "select key, step, value from metrics order by key, step, timestamp")
+    why = f"its run {run_id} was gone on with since by .* from step .*, in another copy of this"
+    with pytest.raises((ConfigError, TrackingError), match=f"^--resume {old}: {why} folder"):
+        train(resume="latest")
+    assert _query(place, "select run_uuid, status from runs") == [(run_id, "FINISHED")]
+    anew = train(KEYED)
+    assert anew["run_id"] != run_id and re.search(why, anew["tags"]["anew"])
+    metrics = f"from metrics where run_uuid = '{run_id}' order by key, step, timestamp"
+    assert _query(place, f"select key, step, value {metrics}") == told
+    # The copy that went on is lost, and somebody says so.
+    _execute(place, "delete from tags where key like 'resumed.by.%'")
+    assert train(resume=str(old))["run_id"] == run_id
+
+
 def test_of_two_first_starts_of_a_key_one_trains(desk: Desk, place: Path) -> None:
     asked = ("--run.key", "night", "--train.epochs", "300")
     both = [desk(*asked), desk(*asked)]

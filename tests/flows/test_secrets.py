@@ -237,3 +237,125 @@ def test_what_is_left_of_runs_holds_no_secret_of_a_well_known_service(place: Pat
         assert value.encode() in held
     (config_file,) = (f for f in place.glob(".headroom/runs/*/config.yaml") if f.is_file())
     assert config_file.read_text().count("***") == len(SETTINGS)
+
+
+NIGHTLY = """
+import os
+import numpy as np
+from torch import nn
+
+def rows(url, keys, header, fails=False):
+    open("called", "a").write(url + "\\n")
+    assert "***" not in f"{url} {keys} {header}"
+    if fails:
+        told = "password: {0} <password>{0}</password> ('password', '{0}') curl -u ann:{0} h"
+        told = told.format("p" + "q7sectold")
+        raise ValueError(f"no {url} {header} {told} " + os.environ["DBPW"])
+    x = np.random.default_rng(0).standard_normal((80, 3)).astype("float32")
+    return x, (x.sum(1) > 0).astype("int64")
+
+class Net(nn.Module):
+    def __init__(self, input_shape, outputs, TOKEN_FOR_X, hub):
+        super().__init__()
+        assert "***" not in TOKEN_FOR_X + hub
+        self.layer = nn.Linear(*input_shape, outputs)
+    def forward(self, x): return self.layer(x)
+"""
+GITHUB = "ghp_pq7seclist" + "A1b2C3d4E5f6G7h8I9j0K1l2"
+ARGUMENTS = {
+    "data.args.url": "postgresql://ann:pq7securl@db.example.com/x",
+    "data.args.keys": json.dumps([GITHUB, "visible-name"]),
+    "data.args.header": "Bearer pq7secbearer",
+    "model.args.TOKEN_FOR_X": "pq7secfor",
+    "model.args.hub": "https://pq7sechub@hub.example.com",
+}
+
+
+@pytest.mark.timeout(600)  # five runs
+def test_a_run_with_secrets_inside_its_values_leaves_none_and_is_gone_on_with(place: Path) -> None:
+    """A list with a token made config.yaml no YAML; a URL was compared with its own stars, after
+    the user's loader had been called with them."""
+    with tempfile.TemporaryDirectory() as theirs:
+        Path(theirs, "nightly.py").write_text(NIGHTLY)
+        environment = {**desk_environment(place / "prefect"), "DBPW": "pq7secen"}
+        environment["PYTHONPATH"] += f":{theirs}"
+
+        def train(*words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
+            (place / "called").unlink(missing_ok=True)
+            command = [sys.executable, "-m", "flows.train", *words]
+            done = subprocess.run(
+                command, cwd=place, env={**environment, **more}, capture_output=True
+            )
+            told = len(list(place.glob("terminal-*")))
+            (place / f"terminal-{told}").write_bytes(done.stdout + done.stderr)
+            return done
+
+        again = [f"--{name}={value}" for name, value in ARGUMENTS.items()]
+        first = ["--data.source=nightly:rows", "--model.name=nightly:Net", "--train.epochs=2"]
+        first += [*again, "--checkpoint.every_steps=1"]
+        done = train(*first)
+        assert done.returncode == 0, done.stderr
+        bare = train("--resume=latest", "--train.epochs=3")
+        assert bare.returncode == 2 and not (place / "called").exists()
+        told = b"data.args.url: was hidden when it was kept; give it again: --data.args.url, or "
+        assert told + b"HEADROOM_SECRET_DATA_ARGS_URL in the environment\n" in bare.stderr
+        done = train("--resume=latest", "--train.epochs=3", *again)
+        assert done.returncode == 0, done.stderr
+        given = {
+            f"HEADROOM_SECRET_{name.upper().replace('.', '_')}": value
+            for name, value in ARGUMENTS.items()
+            if name != "data.args.keys"
+        } | {"HEADROOM_SECRET_DATA_ARGS_KEYS_0": GITHUB}
+        done = train("--resume=latest", "--train.epochs=4", **given)
+        assert done.returncode == 0, done.stderr
+        (place / "called").unlink()
+        assert train(*first, "--data.args.fails=true").returncode == 2
+        (place / "called").unlink()
+    left = {f.relative_to(place): f.read_bytes() for f in place.rglob("*") if f.is_file()}
+    assert [str(file) for file, content in left.items() if b"pq7sec" in content] == []
+    config = (place / next(f for f in left if f.match("runs/*/config.yaml"))).read_text()
+    assert "postgresql://ann:***@db.example.com/x" in config and "visible-name" in config
+    kept = [path for name in ("runs", "data") for path in place.glob(f".headroom/{name}/**/*")]
+    assert [str(path) for path in kept if path.stat().st_mode & 0o077] == []
+
+
+OWN_LOOP = """
+import torch
+from flows.account import account
+
+net = torch.nn.Linear(3, 2)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+params = {"lr": 0.1, "db_password": "pq7secparam", "tokens": 7}
+params["deep"] = {"url": "https://u:pq7securl@h"}
+with account(run_name="token=pq7secname", params=params, model=net, optimizer=opt) as run:
+    for _ in range(3):
+        net(torch.randn(4, 3)).sum().backward()
+        opt.step()
+raise SystemExit(run.run["params"] != {"lr": 0.1, "db_password": "***", "tokens": 7,
+                                       "deep.url": "https://u:***@h"})
+"""
+
+
+def test_params_of_an_own_loop_are_kept_without_secrets(place: Path) -> None:
+    """They were hidden by their look only, though their names said what they are."""
+    with tempfile.TemporaryDirectory() as theirs:
+        Path(theirs, "loop.py").write_text(OWN_LOOP)
+        command = [sys.executable, str(Path(theirs, "loop.py"))]
+        done = subprocess.run(
+            command, cwd=place, env=desk_environment(place / "prefect"), capture_output=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert b"pq7sec" not in done.stdout + done.stderr
+    left = {f.relative_to(place): f.read_bytes() for f in place.rglob("*") if f.is_file()}
+    assert [str(file) for file, content in left.items() if b"pq7sec" in content] == []
+
+
+@pytest.mark.parametrize("name", ["key", "name", "experiment"])
+def test_a_name_of_a_run_that_holds_a_secret_is_refused(place: Path, name: str) -> None:
+    """Every page shows it, and by a key without its secret no run is found again."""
+    command = [sys.executable, "-m", "flows.train", f"--run.{name}=https://u:pq7secname@h"]
+    done = subprocess.run(
+        command, cwd=place, env=desk_environment(place / "prefect"), capture_output=True, text=True
+    )
+    says = f"run.{name}: holds a secret, which every page of the run would show; choose another\n"
+    assert (done.returncode, done.stderr) == (2, says)

@@ -32,6 +32,13 @@ CASES = {
 }
 
 
+# What lies in blocks of which the rest, of up to 1 MiB, is not split off.
+UNSPLIT = {
+    "mlp": ({"source": "synthetic", "rows": 6000, "features": 64}, {"hidden": [1024, 1024]}, 512),
+    "cnn": ({"source": "digits"}, {}, 64),
+}
+
+
 def _config(model: str, tmp_path: Path, **train) -> RunConfig:
     source, args, batch_size = CASES[model]
     if source["source"] == "text":
@@ -64,6 +71,24 @@ def test_a_forecast_is_within_5_percent_of_what_is_held_and_10_of_what_is_reserv
     facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
     release_device_memory(device.name, baseline_bytes=before.bytes)
     _compare(told, facts.metrics, before)
+
+
+@pytest.mark.parametrize("model", UNSPLIT)
+def test_a_forecast_counts_the_whole_blocks_that_tensors_lie_in(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 % of an mlp and 4.4 % of the cnn were not foretold: what was held beside tensors."""
+    if model == "cnn" and torch.backends.cudnn.enabled:
+        pytest.skip("cuDNN takes for a moment what it likes")
+    monkeypatch.setitem(CASES, model, UNSPLIT[model])
+    config = _config(model, tmp_path, precision="fp32")
+    device, data = detect_best_device("cuda"), prepare_dataset(config.data)
+    before = take_baseline(device.name)
+    told = forecast_training(make_plan(config, device, data))
+    facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
+    release_device_memory(device.name, baseline_bytes=before.bytes)
+    held = facts.metrics["memory/run_peak_allocated_mib"] * MIB - before.bytes
+    assert told.peak_bytes == pytest.approx(held, rel=0.01)
 
 
 def test_a_recorded_step_is_part_of_the_forecast(

@@ -15,7 +15,7 @@ from tests.flows.test_scheduled import Service, ended, service, wait_for  # noqa
 from tests.ui.test_mlflow_ui import browser, picture, playwright  # noqa: F401
 
 pytestmark = [pytest.mark.ui, pytest.mark.timeout(300)]
-WIDTH, HEIGHT = 1900, 1050  # as the pictures of MLflow's pages
+WIDTH, HEIGHT = 1280, 800  # as the pictures of MLflow's pages
 
 
 @pytest.fixture

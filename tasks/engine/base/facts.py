@@ -59,6 +59,18 @@ class Column:
 
 
 @dataclass(frozen=True)
+class TimeInputs:
+    """The inputs of the column of times by which rows were split, as a built-in mlp treats them;
+    scaled."""
+
+    places: tuple[int, ...]  # among the inputs
+    low: tuple[float, ...]  # between these, those of the training rows, the net sees them
+    high: tuple[float, ...]
+    slope: tuple[float, ...] = ()  # of a line beside the net, in which they go on; empty: none
+    intercept: float = 0.0
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """Prepared arrays on disk. Shapes exclude the row axis; sizes in bytes."""
 
@@ -86,8 +98,12 @@ class DataFacts:
     # Of the best answer that is the same for all validation rows: the accuracy of a classification,
     # the loss of tokens.
     guess: float | None = None
-    batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
+    batch: Any | None = None  # of a loader: what its batches hold; see nested.describe_structure
     batch_rows: int | None = None  # of a loader: rows of its batches
+    val_batch_rows: int = 0  # of a loader to validate on
+    # Of a loader: inputs and targets of the first rows that it gives, as nested.pack_rows packs
+    # them; models and losses are tried on these.
+    first_rows: Any | None = field(default=None, repr=False, compare=False)
     endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
     target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
     target_scale: tuple[float, ...] = (1.0,)
@@ -96,6 +112,7 @@ class DataFacts:
     # Mean and median of the training rows of a regression, each by target, in its units.
     target_guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     test_rows: int = 0  # put aside, to be judged once
+    times: TimeInputs | None = None  # None: rows were not split by a column of times
 
 
 @dataclass(frozen=True)
@@ -177,3 +194,4 @@ class PredictFacts:
     recovered: int  # times that memory ran out and prediction went on
     predict_s: float  # from the first row read to the output in its place, the model loaded
     held_bytes: int  # in use on the device at the end, before anything was freed
+    warnings: tuple[str, ...] = ()  # what a person should doubt in the predictions

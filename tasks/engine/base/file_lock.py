@@ -21,8 +21,8 @@ _open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class FileLock:
-    """A lock on a file, taken by `take` and released by `close`. The file stays, and may hold a
-    text about its holder."""
+    """A lock on a file, taken by `take` or `share` and released by `close`. The file stays, and may
+    hold a text about its holder."""
 
     def __init__(self, path: Path, *, mode: int = 0o600) -> None:
         """Open the file, or make it with that mode.
@@ -53,6 +53,11 @@ class FileLock:
         _open_locks.add(self)
         self.write(text)
         return True
+
+    def share(self) -> None:
+        """Hold the lock beside others who share it; wait while somebody has it alone."""
+        flock(self._file, LOCK_SH)
+        _open_locks.add(self)
 
     def _try_lock(self, kind: int) -> bool:
         try:

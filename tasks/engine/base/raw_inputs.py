@@ -8,18 +8,24 @@ replaces is marked and never guessed. It travels with logged models, and imports
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 NUMBER, CATEGORY, DATE = "number", "category", "date"
 DAY_S = 86_400
-# Of a date: days since 1970 with their fractions, 0 for Monday, hours with their fractions.
-DATE_PARTS = ("days", "year", "month", "weekday", "hour")  # the last where there are times of day
+WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+# Of a date: days since 1970 with their fractions, how far the year is as a place on a circle, and 1
+# for its day of the week. Weekdays as one number and hours alone are what earlier models took.
+SEASON_PARTS = ("month", "year_sin", "year_cos")
+DATE_PARTS = ("days", "year", *SEASON_PARTS, *WEEKDAYS)
+TIME_PARTS = ("hour", "day_sin", "day_cos")  # where there are times of day
+YEAR_DAYS = 365.2425
 LARGEST = 1e30  # of a number, here and in training: beyond it float32 overflows soon
 # What spreadsheets and pandas write for nothing, and Arrow reads as such in a CSV.
 NOTHING = {"", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan"}
@@ -169,14 +175,23 @@ def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
     known = np.nan_to_num(seconds)
     day = np.floor(known / DAY_S)
     date = day.astype(np.int64).astype("datetime64[D]")
-    found = {
-        "days": known / DAY_S,
-        "year": date.astype("datetime64[Y]").astype(np.int64) + 1970,
-        "month": date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
-        "weekday": (day + 3) % 7,  # 1970 began on a Thursday
-        "hour": (known - day * DAY_S) / 3600,
+    weekday = (day + 3) % 7  # 1970 began on a Thursday
+    hour = (known - day * DAY_S) / 3600
+    of_year = 2 * np.pi / YEAR_DAYS * (date - date.astype("datetime64[Y]")).astype(np.float64)
+    of_day = 2 * np.pi / 24 * hour
+    found: dict[str, Callable[[], np.ndarray]] = {
+        "days": lambda: known / DAY_S,
+        "year": lambda: date.astype("datetime64[Y]").astype(np.int64) + 1970,
+        "month": lambda: date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
+        "year_sin": lambda: np.sin(of_year),
+        "year_cos": lambda: np.cos(of_year),
+        "weekday": lambda: weekday,
+        **{name: partial(np.equal, weekday, i) for i, name in enumerate(WEEKDAYS)},
+        "hour": lambda: hour,
+        "day_sin": lambda: np.sin(of_day),
+        "day_cos": lambda: np.cos(of_day),
     }
-    return np.where(np.isnan(seconds), np.nan, np.array([found[part] for part in parts]))
+    return np.where(np.isnan(seconds), np.nan, np.array([found[part]() for part in parts]))
 
 
 def _parse_dates(
@@ -293,6 +308,13 @@ def _parse_category(
     )
 
 
+def is_unseen(value: Any, column: Mapping[str, Any], nothing: set[str]) -> bool:
+    """Return whether a value is none of those of a category, nor missing. nothing: the words for a
+    missing one."""
+    places = {known: i for i, known in enumerate(column["values"])}
+    return _parse_category(value, column, places, nothing) == (-1, False)
+
+
 def _find_best(part: np.ndarray) -> list[tuple[int, list[float]]]:
     return list(zip(part.argmax(axis=1).tolist(), part.tolist(), strict=True))
 
@@ -349,7 +371,8 @@ def describe_inputs(spec: Mapping[str, Any]) -> dict[str, Any]:
         return {"x": inputs}
     of = inputs["of"]
     named = of.items() if isinstance(of, dict) else ((str(i), part) for i, part in enumerate(of))
-    return {n: p for n, p in named if p["kind"] == "rows" and n not in LABELS}
+    labels = {*LABELS, *spec.get("labels", ())}
+    return {n: p for n, p in named if p["kind"] == "rows" and n not in labels}
 
 
 def check_inputs(rows: Any, spec: Mapping[str, Any]) -> NamedArrays:

@@ -7,6 +7,7 @@ Scikit-learn is imported for several labels only.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.engine.base.figures import BY_CHANCE, LARGEST_CLASS_SHARE, MEAN, MEDIAN, R2_ERROR
+
 Figures = dict[str, float]
-# Of amounts: the share of its error that the best single answer would have, where the model's error
-# is not smaller beyond chance. Beside the metrics of an evaluation; see of_guesses.
-MEAN, MEDIAN = "as the mean", "as the median"
-ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
-UNLOGGED = (ALIKE, MEAN, MEDIAN)  # what stands there for these sentences alone
 CHANCE_T = 1.645  # one side, 5 %
 LARGEST_CLASS = 0.9  # share of the rows above which the accuracy says little
 MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted
@@ -95,8 +93,42 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     return {
         "balanced_accuracy": float(recall),
         "macro_f1": float(found.f1.mean()),
-        **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
+        **({LARGEST_CLASS_SHARE: share} if share > LARGEST_CLASS else {}),
     }
+
+
+def find_chance(cells: ConfusionCells) -> Figures:
+    """Return BY_CHANCE where the predictions have nothing to do with the classes: where their
+    balanced accuracy is not above that of the same ones in a random order, at 5 %.
+
+    By the mean and variance over all orders (Hoeffding 1951), of the sum of the recalls.
+    """
+    if not cells.table.size:
+        return {}
+    so, told, _ = cells.table
+    classes = np.union1d(so, told)
+    found = compute_scores_by_class(cells)
+    rows = found.rows.astype(np.float64)
+    given = np.bincount(np.searchsorted(classes, told), cells.table[2], len(classes))
+    total = rows.sum()
+    if total < 2:
+        return {BY_CHANCE: 1.0}
+    is_there = rows > 0
+    each = np.divide(1.0, rows, out=np.zeros_like(rows), where=is_there)
+    # Of a row of class k and a prediction p the term is each[k] where they are the same, else 0.
+    by_row, by_answer = given * each / total, is_there / total
+    mean = float((rows * by_row).sum() / total)
+    apart = mean - by_row
+    everywhere = (
+        rows @ apart**2 * total
+        - 2 * (rows @ apart) * (given @ by_answer)
+        + total * (given @ by_answer**2)
+    )
+    other = apart - by_answer
+    diagonal = (rows * given) @ ((each + other) ** 2 - other**2)
+    spread = math.sqrt(max(0.0, float(everywhere + diagonal)) / (total - 1))
+    gained = float((found.recall * is_there).sum()) - total * mean
+    return {} if gained > CHANCE_T * spread + 1e-9 else {BY_CHANCE: 1.0}
 
 
 def compute_label_scores(logits: np.ndarray, labels: np.ndarray) -> Figures:
@@ -142,6 +174,20 @@ def compute_regression_scores(outputs: np.ndarray, targets: np.ndarray) -> Figur
         spread = np.square(targets - targets.mean(0)).sum()
         found = {"r2": float(1 - np.square(error).sum() / spread), **found}
     return found
+
+
+def compute_r2_error(outputs: np.ndarray, targets: np.ndarray) -> Figures:
+    """Return R2_ERROR, the standard error of R2 over independent rows, by its linearization.
+    outputs, targets: (rows, targets)."""
+    if outputs.shape != targets.shape or len(targets) < 3 or not np.isfinite(outputs).all():
+        return {}
+    errors = np.square(outputs - targets).sum(1)
+    spread = np.square(targets - targets.mean(0)).sum(1)
+    if not spread.any():
+        return {}
+    left = errors.sum() / spread.sum()
+    influence = (errors - left * spread) / spread.mean()
+    return {R2_ERROR: float(influence.std(ddof=1) / np.sqrt(len(targets)))}
 
 
 def compute_constant_baseline(

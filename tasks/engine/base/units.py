@@ -73,7 +73,9 @@ def format_number(value: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Format a share of one as a percentage: "42 %", "<1 %"."""
+    """Format a share of one as a percentage: "42 %", "<1 %", ">99 %"."""
+    if 0.995 <= share < 1:
+        return ">99 %"
     return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 

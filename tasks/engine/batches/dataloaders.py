@@ -42,13 +42,18 @@ from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
 
 IGNORED = -100  # the label that PyTorch's losses skip by default
-REMEDY = "set data.task, and train.loss to a function of your own"
+REMEDY = "set data.task to own, and train.loss to a function of yours"
 
 
 def find_task(asked: str, inputs: Any, targets: Any) -> str:
-    """Return data.task, or the task that the targets of a first batch imply. Raises DataError."""
+    """Return data.task, or the task that the targets of a first batch imply; own, where these stand
+    among the inputs and imply none: a model that takes them may give its loss itself. Raises
+    DataError."""
     if asked != "auto":
         return asked
+    is_taken = isinstance(inputs, Mapping) and any(name in inputs for name in LABELS)
+    if is_taken and not isinstance(targets, Tensor):
+        return "own"
     if not isinstance(targets, Tensor):
         raise DataError(
             f"data.task: targets that are a {type(targets).__name__} do not tell the task; {REMEDY}"
@@ -64,6 +69,8 @@ def find_task(asked: str, inputs: Any, targets: Any) -> str:
         return "tokens"
     if binary:
         return "multilabel"
+    if is_taken:  # of two axes they are rows of tokens, also where the inputs are none
+        return "tokens" if targets.dim() == 2 and targets.dtype != torch.bool else "own"
     raise DataError(
         f"data.task: targets of shape {tuple(targets.shape)} and type {_describe_tensor(targets)} "
         f"do not tell the task; {REMEDY}"
@@ -88,6 +95,8 @@ class TargetConverter:
             return targets
         if self.task in ("classification", "tokens") and not self.is_own:
             return self._convert_classes(targets, batch)
+        if self.task == "own":
+            return targets
         if _is_on_host(targets):
             self._refuse_unfinite(targets, batch)
         if self.is_own:
@@ -296,7 +305,8 @@ TargetCheck = Callable[[Any, int], Any]  # the targets of a batch and its number
 
 class LoaderBatches:
     """Batches of a loader, each (inputs, targets): tensors, or tuples, lists and dicts of them; or
-    one dict with an entry labels, which are its targets.
+    one dict with an entry labels, which are its targets. A dict without gets the numbers of its
+    rows for targets: its model gives its loss itself.
 
     Rows of one epoch are those that the loader announces until a whole epoch was counted.
     """
@@ -317,6 +327,7 @@ class LoaderBatches:
         self._loader, self._device, self._look = loader, device, look
         self._done = 0  # batches of the epoch
         self.batch_rows = 0  # of the batch given last, those of the other ranks with them
+        self.has_targets = True  # of the batch given last: from the loader, no numbers of rows
         self._random: Tensor | None = None  # numbers to draw from, once the loader iterates
         self._batches = _count_batches(loader)
         self.batch_size = _find_batch_size(loader)
@@ -405,6 +416,7 @@ class LoaderBatches:
         for number, batch in enumerate(found, start=1 + done):
             mark("data_wait")
             inputs, targets = _split_pair(batch)
+            self.has_targets = inputs is not batch or any(name in batch for name in LABELS)
             inputs, targets = self._move(inputs), self._move(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
@@ -562,6 +574,8 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
         labels = next((name for name in LABELS if name in batch), None)
         if labels is not None:
             return batch, batch[labels]
+        if rows := nested.count_rows(batch):
+            return batch, torch.arange(rows)
     got = type(batch).__name__
     if isinstance(batch, (tuple, list)):
         got += f" of {len(batch)}"
@@ -572,7 +586,9 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_rows(targets: Any) -> int:
-    """Return the rows of the first tensor found in the targets."""
+    """Return the rows of the targets: of a list of dicts, or of the first tensor in them."""
+    if nested.is_list_of_rows(targets):
+        return len(targets)
     first = next(nested.find_tensors(targets), None)
     if first is None:
         raise DataError(

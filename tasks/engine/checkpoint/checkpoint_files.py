@@ -182,7 +182,7 @@ def verify_checkpoint(folder: Path, step: int) -> dict[str, Any]:
 
 
 def is_sharded(folder: Path, step: int) -> bool:
-    """Return whether it has a file for each rank; see sharded_files. Raises DamagedCheckpoint
+    """Return whether it has a file for each rank; see sharded_reader. Raises DamagedCheckpoint
     and NewerCheckpoint."""
     return bool(read_record(folder, step)["format"] == SHARDED)
 

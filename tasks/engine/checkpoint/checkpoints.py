@@ -277,7 +277,7 @@ def read_newest(
             if mesh is None and not checkpoint_files.is_sharded(folder, step):
                 return checkpoint_files.read_checkpoint(folder, step)
             # torch.distributed.checkpoint costs a second.
-            from tasks.engine.checkpoint.sharded_files import read_sharded_checkpoint
+            from tasks.engine.checkpoint.sharded_reader import read_sharded_checkpoint
 
             return read_sharded_checkpoint(folder, step, ranks, mesh=mesh)
         except DamagedCheckpoint as error:

@@ -9,14 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from hashlib import sha256
+from hashlib import pbkdf2_hmac, sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tasks.engine.base.import_paths import OWN, PACKAGES, is_import_path, is_installed
-from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets
+from tasks.engine.base.secret_names import make_variable_name
+from tasks.engine.base.secret_texts import hide_secrets
+from tasks.engine.settings.read_settings import (
+    ConfigError,
+    find_config_secrets,
+    hide_config_secrets,
+)
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan
 
@@ -30,16 +36,29 @@ MAY_DIFFER = (
 )
 MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 GIT_S = 5.0  # for its answer
+HASH_ROUNDS = 20_000  # 5 ms a secret
 
 
 def describe_training(plan: Plan) -> dict[str, Any]:
     """Return what a checkpoint says of the training that it is of."""
     return {
         "settings": hide_config_secrets(plan.settings).model_dump(mode="json"),
+        "secrets": _hash_secrets(find_config_secrets(plan.settings), os.urandom(16).hex()),
         "data": plan.data.fingerprint,
         "device": plan.torch_device.type,
         "torch": torch.__version__,
     }
+
+
+def _hash_secrets(secrets: Mapping[str, str], salt: str) -> dict[str, str]:
+    """Return what tells by its dotted name whether a secret is the same; empty where there is
+    none."""
+    hashes = {name: _hash_secret(value, salt) for name, value in secrets.items()}
+    return {"salt": salt, **hashes} if hashes else {}
+
+
+def _hash_secret(value: str, salt: str) -> str:
+    return pbkdf2_hmac("sha256", value.encode(), bytes.fromhex(salt), HASH_ROUNDS).hex()
 
 
 def describe_code(config: RunConfig) -> dict[str, Any]:
@@ -104,9 +123,15 @@ def describe_changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str
 
 
 def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs and may. Raises ConfigError for what must not."""
-    problems, told = [], []
+    """Return what differs and may. Raises ConfigError for what must not.
+
+    A secret may: a password has its time, and rows are known by their fingerprint.
+    """
+    known = was.get("secrets", {})
+    problems, told = [], _list_changed_secrets(known)
     for name, before, after in _list_changed(was["settings"], now["settings"]):
+        if _is_same_but_hidden(name, before, after, known):
+            continue
         if name in MAY_DIFFER or name.partition(".")[0] in MAY_DIFFER_IN:
             told.append(f"{name} was {before} and is {after}")
         else:
@@ -133,10 +158,48 @@ def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 def _list_changed(
     was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
-    """Settings by their dotted names; one that an earlier version did not know is not compared."""
+    """Settings by their dotted names; one that an earlier version did not know is not compared, and
+    what that did not take for a secret is hidden."""
     return [
-        (f"{section}.{name}", was[section][name], value)
+        (full, before, value)
         for section, settings in now.items()
         for name, value in settings.items()
-        if name in was.get(section, {}) and was[section][name] != value
+        if name in was.get(section, {})
+        and (
+            before := hide_secrets(
+                was[section][name], full := f"{section}.{name}", by_name=name == "args"
+            )
+        )
+        != value
     ]
+
+
+def _list_changed_secrets(known: Mapping[str, str]) -> list[str]:
+    """Return in words which secrets are others than those of the checkpoint."""
+    given = {name: os.environ.get(make_variable_name(name)) for name in known if name != "salt"}
+    return [
+        f"{name} has another secret than it had"
+        for name, value in given.items()
+        if value is not None and _hash_secret(value, known["salt"]) != known[name]
+    ]
+
+
+def _is_same_but_hidden(name: str, before: Any, after: Any, known: Mapping[str, str]) -> bool:
+    """Whether what differs was hidden, by a variable of the environment that is there no more, and
+    is the same."""
+    was, now = ({n: v for n, v in _iterate_values(value, name)} for value in (before, after))
+    return was.keys() == now.keys() and all(
+        value == now[n] or (n in known and _hash_secret(str(now[n]), known["salt"]) == known[n])
+        for n, value in was.items()
+    )
+
+
+def _iterate_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _iterate_values(one, f"{name}.{key}")
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from _iterate_values(one, f"{name}.{i}")
+    else:
+        yield name, value

@@ -250,7 +250,7 @@ def fit_encoding(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Enco
         raw,
         tuple(columns),
         Scaling(offsets, scales),
-        _list_notes(table, columns),
+        _list_notes(table, columns, is_split=raw.split_keys is not None),
         _fills=moments.mean,
         _places=np.array(places, dtype=np.int64),
         _codes=tuple(codes),
@@ -320,7 +320,8 @@ def _refuse_useless(raw: RawData, columns: list[Column], counts: dict[int, float
         raise DataError("\n".join(problems))
 
 
-def _list_notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
+def _list_notes(table: Table, columns: list[Column], *, is_split: bool) -> tuple[str, ...]:
+    """is_split: whether the rows are split by a column."""
     notes = []
     for column, learnt in zip(columns, table.columns, strict=True):
         name, holes = shorten(column.name), learnt.holes
@@ -336,10 +337,10 @@ def _list_notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
             each += "" if column.rest is None else f", {OTHER} for the rest"
             notes.append(f"{name} became {len(column.values)} inputs, {each}{missing}")
         if column.kind == "date":
+            newest = "; data.split time with data.split_column would hold out the newest rows"
             notes.append(
                 f"the dates of {name} became {len(column.values)} inputs: "
-                f"{', '.join(column.values)}; data.split time with data.split_column would hold "
-                "out the newest rows"
+                f"{', '.join(column.values)}{'' if is_split else newest}"
             )
     return tuple(notes)
 

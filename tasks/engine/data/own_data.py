@@ -233,7 +233,7 @@ def _use_arrays(
     names = ("training", "validation")
     pairs = [check_arrays(x, y, data, name) for (x, y), name in zip(parts, names, strict=False)]
     x, y = pairs[0]
-    if data.task == "tokens" or x.ndim not in (2, 4) or y.ndim > 2:
+    if data.task in ("tokens", "own") or x.ndim not in (2, 4) or y.ndim > 2:
         return _wrap_arrays(data, pairs, feeding, pins)
     return make_raw_data(data, pairs, columns=getattr(parts[0][0], "columns", None))
 
@@ -382,6 +382,7 @@ def _describe_result(result: Any) -> str:
 
 
 LOOKED_AT = 1024  # rows
+FIRST_ROWS = 4  # that a model and a loss are tried on
 CPU = torch.device("cpu")
 
 
@@ -395,8 +396,15 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
     train, val = LoaderBatches(feeds.train, CPU), LoaderBatches(feeds.val, CPU)
     x, y = _read_first_batch(train)
     _refuse_nan(x)
-    task = find_task(data.task, x, y)
+    if not train.has_targets and data.task not in ("auto", "own"):
+        raise DataError(
+            f"data.task: {data.task} needs targets, and the batches of {data.source} hold none; "
+            "return (inputs, targets) or a dict with labels, or drop it where the model gives its "
+            "loss itself"
+        )
+    task = find_task(data.task, x, y) if train.has_targets else "own"
     outputs = _count_outputs(task, y, feeds.classes)
+    first = nested.pack_rows((x, y), whole=nested.count_rows(y), most=FIRST_ROWS)
     y = TargetConverter(task, outputs, "training")(y, 1) if isinstance(y, Tensor) else y
     batch = nested.describe_structure((x, y), nested.count_rows(y))
     vx, vy = _read_first_batch(val)
@@ -407,8 +415,8 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
             f"data.source: {data.source} gives batches of {_describe_inputs(vx)} to validate on "
             f"and of {_describe_inputs(x)} to train on; give both the same"
         )
-    first = next(nested.find_tensors(x), None)
-    if first is None:
+    shown = next(nested.find_tensors(x), None)
+    if shown is None:
         raise DataError(
             f"data.source: {data.source} gives inputs without a tensor (got a {type(x).__name__}); "
             "return tensors from its data set or collate_fn"
@@ -419,7 +427,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
         task=task,
         train_rows=len(train),
         val_rows=len(val),
-        input_shape=tuple(first.shape[1:]),
+        input_shape=tuple(shown.shape[1:]),
         outputs=outputs,
         class_names=feeds.classes if task in ("classification", "multilabel") else None,
         feature_names=None,
@@ -430,6 +438,8 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
         reused=False,
         batch=batch,
         batch_rows=train.batch_size,
+        val_batch_rows=val.batch_size,
+        first_rows=first,
         warnings=(run_warnings.warn_of_same_rows(data.source),) if _has_same_data(feeds) else (),
         endless=train.count_steps(train.batch_size) == ENDLESS,
     )
@@ -484,7 +494,7 @@ def _read_first_batch(loaded: LoaderBatches) -> tuple[Any, Any]:
 def _count_outputs(task: str, y: Any, classes: tuple[str, ...] | None) -> int:
     if task == "classification":
         return len(classes) if classes else 0
-    if task == "tokens" or not isinstance(y, Tensor):
+    if task in ("tokens", "own") or not isinstance(y, Tensor):
         return 0
     return int(y[0].numel()) if y.dim() > 1 else 1
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine.base.facts import Column, DataFacts
+from tasks.engine.base.facts import Column, DataFacts, TimeInputs
 from tasks.engine.base.import_paths import forbid_exit, is_import_path
-from tasks.engine.base.secret_names import hide_secrets
+from tasks.engine.base.secret_texts import hide_in_text, hide_secrets
 from tasks.engine.data import run_warnings
 from tasks.engine.data.encoding import (
     Moments,
@@ -39,12 +39,14 @@ from tasks.engine.data.sources import (
 )
 from tasks.engine.data.targets import (
     LARGEST_TARGET,
+    NO_LINE,
     Labels,
     choose_transform,
     count_class_rows,
     encode_target,
     iterate_row_blocks,
 )
+from tasks.engine.data.time_trend import choose_line, make_judge, measure_time_range
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.prepared_cache import (
     BackgroundHash,
@@ -57,6 +59,7 @@ from tasks.engine.files.table_store import Table
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens, build_default_text
 from tasks.engine.settings.run_config import SPLIT_SETTINGS, TABLE_FILES, TOKEN_SOURCES, DataConfig
 
+ENCODING = 2  # of the columns of a table as inputs: counted up where they become others
 PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
 TEST_PARTS = ("test_x.npy", "test_y.npy")  # where rows are put aside
 
@@ -107,12 +110,19 @@ def _write_arrays(
     width = int(np.prod(inputs.shape)) + labels.values[:1].size
     keys = run_warnings.RowKeys(len(training), width)
     files = _write_inputs(folder, inputs=inputs, labels=labels, rows=rows, keys=keys)
-    transform = choose_transform(raw, labels, rows, data, folder)
+    times = measure_time_range(inputs.columns, inputs.scaling, data, folder)
+    draw_judge = partial(make_judge, labels, rows, folder, is_timed=times is not None)
+    line = NO_LINE if times is None else times.line
+    transform = choose_transform(raw, labels, rows, data, draw_judge, line=line)
     amounts = replace(labels, values=transform.apply(labels.values))
     target = _measure_target_scaling(amounts, for_training=training, scale=data.scale_target)
     files |= _write_targets(folder, amounts, _scale_targets(raw, amounts, target), rows)
     class_rows = _count_class_rows(labels, rows)
     columns = None if inputs.columns is None else [_describe_column(c) for c in inputs.columns]
+    going_on: TimeInputs | None = None
+    told: tuple[str, ...] = ()
+    if times is not None:
+        going_on, told = choose_line(times, draw_judge(), transform, target)
     meaning = {
         "task": labels.task,
         "target": raw.target_name,
@@ -127,12 +137,14 @@ def _write_arrays(
         "rows": {name: int(chosen.sum()) for name, chosen in rows.items()},
         "class_rows": class_rows,
         "columns": columns,
-        "notes": list(raw.notes + labels.notes + inputs.notes + transform.notes),
+        "notes": list(raw.notes + labels.notes + inputs.notes + transform.notes + told),
         "guess": run_warnings.compute_guess_accuracy(class_rows),
         "warnings": list(run_warnings.warn_of_data(raw, labels, rows, keys)),
     }
     if transform.log:
         meaning["target_log"] = list(transform.log)
+    if going_on is not None:
+        meaning["times"] = asdict(going_on)
     # Beside what the data is known by, which it does not change.
     guess = _guess_amounts(labels, training)
     return {**prepared_cache.make_manifest(meaning, files), "target_guess": guess}
@@ -467,7 +479,7 @@ def _is_new(data: DataConfig) -> bool:
     could tell that it is there all the same, which is rare."""
     if data.source not in TABLE_FILES:
         return False
-    wanted = (str(find_origin(data)), _collect_settings(data))
+    wanted = (hide_in_text(str(find_origin(data))), _collect_settings(data))
     return wanted not in prepared_cache.list_prepared(resolve_cache_folder(data), data.source)
 
 
@@ -483,7 +495,10 @@ def _collect_settings(data: DataConfig) -> dict[str, Any]:
     # What was prepared before there were these stays as it was called.
     unused |= {*SPLIT_SETTINGS} - {*data.own_split}
     settings = data.model_dump(exclude=unused)
-    return {**settings, "args": hide_secrets(data.args, "data.args")}  # kept, and told again
+    if data.source in TABLE_FILES:
+        settings["encoding"] = ENCODING
+    # It is kept, and told again; what another login gives is known by its content.
+    return {n: hide_secrets(v, f"data.{n}", by_name=n == "args") for n, v in settings.items()}
 
 
 def _name_folder(data: DataConfig, found: SourceFingerprint) -> Path:
@@ -507,7 +522,9 @@ def _write_prepared(
     def fill(temporary: Path) -> dict[str, Any]:
         manifest = draft.write(temporary)
         refuse_changed_files(found, lambda: list_source_files(data))
-        return {**manifest, "source": vars(found), "settings": _collect_settings(data)}
+        path = None if found.path is None else hide_in_text(found.path)
+        source = {**vars(found), "path": path}
+        return {**manifest, "source": source, "settings": _collect_settings(data)}
 
     return prepared_cache.publish_folder(folder, fill)
 
@@ -538,6 +555,7 @@ def _make_facts(
         fingerprint=manifest["fingerprint"],
         reused=reused,
         columns=_restore_columns(meaning),
+        times=_restore_times(meaning),
         class_rows=_restore_class_rows(meaning),
         missing=data.missing,
         na=None if data.na is None else tuple(data.na),
@@ -553,6 +571,14 @@ def _restore_columns(meaning: dict[str, Any]) -> tuple[Column, ...] | None:
     if found is None:
         return None
     return tuple(Column(**{**column, "values": tuple(column["values"])}) for column in found)
+
+
+def _restore_times(meaning: dict[str, Any]) -> TimeInputs | None:
+    found = meaning.get("times")
+    if found is None:
+        return None
+    lists = {name: tuple(found[name]) for name in ("places", "low", "high", "slope")}
+    return TimeInputs(**lists, intercept=found["intercept"])
 
 
 def _restore_guess(manifest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.scores import MEAN, MEDIAN
+from tasks.engine.base.figures import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.data import encoding
 from tasks.engine.data.targets import Labels, iterate_row_blocks
@@ -24,6 +24,9 @@ MOST_COUNTED = 1 << 16  # tokens
 LEAST_SHARED = 0.01  # of the validation rows: fewer move no metric by more than that
 FILTER_BITS = 20
 FEW_ROWS = 100  # of which a share is known to 10 %, one chance in twenty
+# A test score is told to be far below: by more than that, and than three standard errors.
+FAR = {"r2": 0.1, "accuracy": 0.05}
+FAR_ERRORS, CHANCE_ERRORS = 3.0, 1.645
 REMEDY = "train longer (train.epochs), or try another optim.lr, model or features"
 
 
@@ -140,7 +143,9 @@ def warn_of_results(
             f"{'row' if others == 1 else 'rows'} of others; raise data.validation_fraction, or add "
             "rows of these"
         )
-    if data.guess is not None and accuracy is not None and accuracy <= data.guess:
+    # Weights for rare classes cost accuracy, and what they gain is no guess.
+    is_guess = BY_CHANCE in metrics or data.task != "classification"
+    if data.guess is not None and accuracy is not None and accuracy <= data.guess and is_guess:
         said.append(
             f"val/accuracy is {format_number(accuracy)}, not above {format_number(data.guess)}, "
             "the share of the "
@@ -169,6 +174,42 @@ def warn_of_results(
             "optim.lr, keep data.scale on, or look at the model"
         )
     return tuple(said)
+
+
+def warn_of_test(
+    data: DataFacts, metrics: Mapping[str, float], tested: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Return the warnings about the rows that were put aside, where their score is below 0 or far
+    below the validation score, beyond chance. metrics, tested: of the evaluations of both."""
+    where = "later rows are others" if data.times is not None else "they are other rows"
+    if tested.get("test/r2", 0.0) < -CHANCE_ERRORS * tested.get(R2_ERROR, 0.0):
+        return (
+            f"test/r2 is {format_number(tested['test/r2'])}, below 0, where val/r2 is "
+            f"{_format_known(metrics.get('val/r2'))}: of the test rows their mean is the better "
+            f"answer; {where} than those learnt from: look at what changed",
+        )
+    for name, least in FAR.items():
+        good, then = metrics.get(f"val/{name}"), tested.get(f"test/{name}")
+        if good is None or then is None or not math.isfinite(good - then):
+            continue
+        if name == "r2":
+            errors = metrics.get(R2_ERROR, math.inf), tested.get(R2_ERROR, math.inf)
+        else:
+            errors = (
+                math.sqrt(good * (1 - good) / data.val_rows),
+                math.sqrt(then * (1 - then) / data.test_rows),
+            )
+        if good - then > max(least, FAR_ERRORS * math.hypot(*errors)):
+            return (
+                f"test/{name} is {format_number(then)}, far below val/{name}, which is "
+                f"{format_number(good)}: {where}, or too much was chosen by the validation rows; "
+                "trust the test",
+            )
+    return ()
+
+
+def _format_known(value: float | None) -> str:
+    return "not known" if value is None else format_number(value)
 
 
 def _find_constants(raw: RawData, labels: Labels, rows: Mapping[str, np.ndarray]) -> list[str]:

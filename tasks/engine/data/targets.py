@@ -6,14 +6,13 @@ its row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tasks.engine.base.units import format_number
-from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
 from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
 from tasks.engine.settings.run_config import DataConfig
 
@@ -147,6 +146,9 @@ def _encode_text(raw: RawData, task: str) -> Labels:
 
 def _refuse_amounts(raw: RawData, task: str, names: list[str]) -> None:
     """Raises DataError for text where numbers are asked for, and for numbers that came as text."""
+    # 0.1 s for pyarrow, and most targets are no text.
+    from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
+
     forms = {name: find_form(name, raw.decimal or ".") for name in names}
     otherwise = [name for name in names if forms[name] == WRITTEN]
     words = [name for name in names if forms[name] == TEXT_TYPE]
@@ -251,6 +253,7 @@ MOST_TRAINED_ON, MOST_JUDGED, MOST_FEATURES = 10_000, 4_000, 256
 LEAST_JUDGED = 30
 SKEWED = 1.0  # skewness above which a logarithm is tried; that of an exponential target is 2
 BETTER = 0.98  # of the errors without it: less is chance
+MOST_GROWN = 80.0  # exp() of it is 5e34
 
 
 @dataclass(frozen=True)
@@ -268,12 +271,87 @@ class TargetTransform:
         return found
 
 
+@dataclass(frozen=True)
+class LinePlaces:
+    """Inputs that are times, in which a line may go on; and other times, which would take a share
+    of its slopes."""
+
+    places: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+
+
+NO_LINE = LinePlaces()
+
+
+@dataclass(frozen=True)
+class TreeJudge:
+    """Compares ways to learn one target by the errors of boosted trees on validation rows."""
+
+    inputs: dict[str, np.ndarray]  # of each part, (rows, inputs)
+    amounts: dict[str, np.ndarray]  # (rows,) float64
+
+    @classmethod
+    def draw(
+        cls, y: np.ndarray, rows: Mapping[str, np.ndarray], folder: Path, *, least: int
+    ) -> TreeJudge | None:
+        """Draw a sample of the rows; None where there are fewer validation rows than `least`, or
+        too many features. y: (rows,); folder: has the inputs of the parts."""
+        x = {part: np.load(folder / f"{part}_x.npy", mmap_mode="r") for part in ("train", "val")}
+        if len(x["val"]) < least or int(np.prod(x["val"].shape[1:])) > MOST_FEATURES:
+            return None
+        most = {"train": MOST_TRAINED_ON, "val": MOST_JUDGED}
+        drawn = {part: _sample_evenly(len(x[part]), most[part]) for part in x}
+        return cls(
+            {part: x[part][drawn[part]].reshape(len(drawn[part]), -1) for part in drawn},
+            {part: np.asarray(y[rows[part]], dtype=np.float64)[drawn[part]] for part in drawn},
+        )
+
+    def measure_error(self, transform: TargetTransform, line: LinePlaces = NO_LINE) -> float:
+        """Return the mean absolute and the root mean squared error in the target's units, their
+        geometric mean. line: goes on beside the trees, see fit_line."""
+        from sklearn.ensemble import HistGradientBoostingRegressor  # 1 s
+
+        slopes, intercept = self.fit_line(transform, line)
+        beside = {p: x[:, list(line.places)] @ slopes + intercept for p, x in self.inputs.items()}
+        trees = HistGradientBoostingRegressor(max_iter=50, random_state=0, early_stopping=False)
+        trees.fit(self.inputs["train"], transform.apply(self.amounts["train"]) - beside["train"])
+        found = trees.predict(self.inputs["val"]) + beside["val"]
+        if transform.log:
+            found = np.expm1(np.minimum(found, MOST_GROWN)) * transform.log[0]
+        apart = np.abs(found - self.amounts["val"])
+        return float(np.sqrt(apart.mean() * np.sqrt(np.square(apart).mean())))
+
+    def measure_least_error(self, transform: TargetTransform, line: LinePlaces) -> float:
+        """Return the error with a line, or without where that is less."""
+        ways = {NO_LINE, line}
+        return min(self.measure_error(transform, way) for way in ways)
+
+    def fit_line(self, transform: TargetTransform, line: LinePlaces) -> tuple[np.ndarray, float]:
+        """Fit a ridge regression on the inputs to what is learnt; return its slopes at the places
+        of the line, and the intercept of these alone."""
+        places = list(line.places)
+        x = self.inputs["train"].astype(np.float64)
+        y = transform.apply(self.amounts["train"])
+        apart = x - x.mean(0)
+        apart[:, list(line.left_out)] = 0
+        gram = apart.T @ apart + np.eye(x.shape[1])
+        slopes = np.linalg.solve(gram, apart.T @ (y - y.mean()))[places]
+        return slopes, float(y.mean() - x[:, places].mean(0) @ slopes)
+
+
 def choose_transform(
-    raw: RawData, labels: Labels, rows: Mapping[str, np.ndarray], data: DataConfig, folder: Path
+    raw: RawData,
+    labels: Labels,
+    rows: Mapping[str, np.ndarray],
+    data: DataConfig,
+    draw_judge: Callable[[], TreeJudge | None],
+    *,
+    line: LinePlaces = NO_LINE,
 ) -> TargetTransform:
     """Return what data.target_transform says, or what scores better on validation rows.
 
-    rows: of each part, (rows,) booleans; folder: has the inputs of the parts. Raises DataError.
+    rows: of each part, (rows,) booleans. line: a target that grows by a share in these times may
+    be better learnt by its logarithm though it is not skewed. Raises DataError.
     """
     asked = data.target_transform
     if labels.task != "regression":
@@ -293,18 +371,21 @@ def choose_transform(
         return TargetTransform()
     y = np.asarray(values[training][:, 0], dtype=np.float64)
     unit = _compute_units(y[:, None])
-    if _compute_skewness(y) <= SKEWED or _compute_skewness(
-        np.log1p(y / unit[0])
-    ) >= _compute_skewness(y):
+    skewness = _compute_skewness(y)
+    is_skewed = skewness > SKEWED and _compute_skewness(np.log1p(y / unit[0])) < skewness
+    judge = draw_judge() if is_skewed or line.places else None
+    if judge is None:
         return TargetTransform()
     log = TargetTransform(tuple(unit.tolist()))
-    ratio = _compare_errors(log, values[:, 0], rows, folder)
-    if ratio is None or ratio > BETTER:
+    error = judge.measure_least_error(TargetTransform(), line)
+    ratio = judge.measure_least_error(log, line) / error if error > 0 else 1.0
+    if ratio > BETTER:
         return TargetTransform()
+    why = "is skewed to the right" if is_skewed else "grows by a share"
     return TargetTransform(
         log.log,
         (
-            f"the target is skewed to the right, and log(1 + target / {format_number(unit[0])}) is "
+            f"the target {why}, and log(1 + target / {format_number(unit[0])}) is "
             f"learnt instead: on a sample, boosted trees err by {format_number(ratio)} of what "
             "they do without it (data.target_transform)",
         ),
@@ -321,35 +402,6 @@ def _compute_skewness(y: np.ndarray) -> float:
     apart = y - y.mean()
     spread = float(np.sqrt(np.square(apart).mean()))
     return float((apart**3).mean()) / spread**3 if spread else 0.0
-
-
-def _compare_errors(
-    log: TargetTransform, y: np.ndarray, rows: Mapping[str, np.ndarray], folder: Path
-) -> float | None:
-    """Return the errors on validation rows with the logarithm over those without: of the mean
-    absolute and the root mean squared one, in the target's units, the geometric mean. None where
-    there are too few rows, or features."""
-    x = {part: np.load(folder / f"{part}_x.npy", mmap_mode="r") for part in ("train", "val")}
-    if len(x["val"]) < LEAST_JUDGED or int(np.prod(x["val"].shape[1:])) > MOST_FEATURES:
-        return None
-    from sklearn.ensemble import HistGradientBoostingRegressor  # 1 s, for skewed targets only
-
-    drawn = {
-        part: _sample_evenly(len(x[part]), most)
-        for part, most in (("train", MOST_TRAINED_ON), ("val", MOST_JUDGED))
-    }
-    inputs = {part: x[part][drawn[part]].reshape(len(drawn[part]), -1) for part in drawn}
-    amounts = {part: np.asarray(y[rows[part]], dtype=np.float64)[drawn[part]] for part in drawn}
-    errors = []
-    for transform in (log, TargetTransform()):
-        trees = HistGradientBoostingRegressor(max_iter=50, random_state=0, early_stopping=False)
-        trees.fit(inputs["train"], transform.apply(amounts["train"]))
-        found = trees.predict(inputs["val"])
-        if transform.log:
-            found = np.expm1(found) * transform.log[0]
-        apart = np.abs(found - amounts["val"])
-        errors.append(np.sqrt(apart.mean() * np.sqrt(np.square(apart).mean())))
-    return float(errors[0] / errors[1]) if errors[1] > 0 else None
 
 
 def _sample_evenly(rows: int, most: int) -> np.ndarray:

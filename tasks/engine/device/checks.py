@@ -90,6 +90,8 @@ class Machine:
 
 FULL = "its memory is full"
 FREE_IT = "end the processes that hold it, or choose another device"
+# In a container those of the host are not seen.
+TOO_SMALL = "no process is seen to hold it, so it may be too small: choose another device"
 LOW_SHARE = 0.1  # with less than this share free, a run is likely to end in an OOM
 
 
@@ -148,7 +150,7 @@ def check_memory(gpu: Gpu) -> Check:
     finding = f"{gpu.asked_as} has {share}{describe_holders(gpu.holders)}"
     if gpu.free_bytes >= LOW_SHARE * gpu.total_bytes:
         return Check(name, True, finding)
-    return Check(name, False, finding, FREE_IT)
+    return Check(name, False, finding, FREE_IT if gpu.holders else TOO_SMALL)
 
 
 def check_compute(gpu: Gpu) -> Check:
@@ -160,7 +162,7 @@ def check_compute(gpu: Gpu) -> Check:
         return Check(name, True, f"a product computed on {gpu.asked_as} equals the CPU's")
     remedy = "try again in a new process; if it stays, check the GPU (nvidia-smi, dmesg)"
     if gpu.error == FULL:
-        remedy = FREE_IT
+        remedy = FREE_IT if gpu.holders else TOO_SMALL
     return Check(name, False, f"{gpu.asked_as} failed a small product: {gpu.error}", remedy)
 
 

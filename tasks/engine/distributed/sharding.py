@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tasks.engine.base.nested import gather_full
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ParallelModel:
@@ -94,6 +95,10 @@ def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> n
 
     Raises ConfigError for a parameter without rows.
     """
+    # Here, since it brings DTensor and sympy: a second, in which most trainings have begun.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise ConfigError(
@@ -110,10 +115,10 @@ def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> n
     for module in (*found, model):
         fully_shard(module, mesh=mesh)
     for module in (*found, model):
-        assert isinstance(module, FSDPModule)
+        sharded = cast("FSDPModule", module)
         # What it is gathered into is made once: in an evaluation it would be fit for no training.
-        module.unshard()
-        module.reshard()
+        sharded.unshard()
+        sharded.reshard()
     # The root stays gathered for its backward pass: where none follows, parameters() would too.
     model.register_forward_hook(_reshard)
     return model
@@ -127,12 +132,12 @@ class ShardedModel(ParallelModel):
     def alone(self) -> Iterator[None]:
         """Keep the whole gradients of this process inside, instead of its share of the mean;
         gathering the parameters still waits for the other ranks."""
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(False)
+        model = cast("FSDPModule", self._model)
+        model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._model.set_requires_gradient_sync(True)
+            model.set_requires_gradient_sync(True)
 
     def together(self) -> None:
         """Do nothing: a sharded model averages its gradients from the start."""
@@ -199,8 +204,7 @@ def gather_full_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _reshard(model: nn.Module, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
-        assert isinstance(model, FSDPModule)
-        model.reshard()
+        cast("FSDPModule", model).reshard()
 
 
 def _count_users(module: nn.Module) -> Counter[int]:

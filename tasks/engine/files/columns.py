@@ -18,7 +18,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from tasks.engine.base.raw_inputs import DATE_PARTS, DAY_S, LARGEST, find_numbers
+from tasks.engine.base.raw_inputs import (
+    DATE_PARTS,
+    DAY_S,
+    LARGEST,
+    TIME_PARTS,
+    find_numbers,
+)
 from tasks.engine.files.source_data import shorten
 
 # WRITTEN: a number, not as float() takes it
@@ -258,7 +264,7 @@ class ColumnSummary:
 
     def learnt(self) -> LearntColumn:
         """Return the column as it is to be read."""
-        kind, parts = self.kind, DATE_PARTS[: 5 if self.has_times else 4]
+        kind, parts = self.kind, DATE_PARTS + (TIME_PARTS if self.has_times else ())
         return LearntColumn(
             self.name,
             words=tuple(self.words) if kind in (TEXT, CATEGORY) else None,

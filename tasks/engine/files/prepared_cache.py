@@ -78,7 +78,7 @@ class PartWriter:
     """Writes one array to disk in blocks of rows, and hashes it as it is written."""
 
     def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
+        self._file = open(path, "wb", opener=_open_private)  # noqa: SIM115, closed by __exit__
         self._hash = hashlib.sha256()
         self._blocks: list[int] = []
         self._hashed = 0
@@ -135,7 +135,7 @@ class PartWriter:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a complete folder; None where there is none, or where anything
-    differs.
+    differs. Raises DataError where it is another user's.
 
     It checks sizes, headers, checksums, and the manifest's own fingerprint.
     """
@@ -150,6 +150,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         if folder.is_dir():
             log.warning("data.cache: %s lacks a file; it is prepared anew", folder)
         return None
+    except PermissionError:
+        raise DataError(
+            f"data.cache: {folder} is another user's, who alone may read it; name another folder"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("data.cache: %s is damaged (%s); it is prepared anew", folder, error)
         return None
@@ -210,6 +214,11 @@ def check_disk_room(cache: Path, needed_bytes: int) -> None:
     shown = shorten(str(cache), 300)
     if not there.is_dir():
         raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise DataError(
+            f"data.cache: {there} lies on a file system that is mounted read-only; "
+            "name another folder"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise DataError(
             f"data.cache: this user may not write in {there}; name another folder, or `chown` it"
@@ -233,10 +242,10 @@ def publish_folder(
     """
     cache = folder.parent
     with refuse_unwritable(cache):
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_stale_folders(cache)
         temporary = cache / f".{folder.name}.{uuid4().hex}.tmp"
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         lock = os.open(temporary, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -313,10 +322,14 @@ class ScratchFile:
 
 
 def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
+    with open(path, "wb", opener=_open_private) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tasks.engine.base.raw_inputs import compute_date_parts
 from tasks.engine.base.threads import R, count_usable_threads, map_in_order
 from tasks.engine.files import prepared_cache
-from tasks.engine.files.columns import LearntColumn
+
+if TYPE_CHECKING:  # it brings pyarrow, and most runs read no table
+    from tasks.engine.files.columns import LearntColumn
 
 VALUE_BYTES = 8
 MOST_CATEGORIES = 1000  # inputs that a column of text becomes

@@ -83,13 +83,18 @@ class ChosenColumns:
         return (*self.features, self.target)
 
 
-def choose_columns(names: Sequence[str], data: DataConfig, label: str) -> ChosenColumns:
-    """Apply data.drop and data.target to a table's columns.
+def choose_columns(
+    names: Sequence[str], data: DataConfig, label: str, *, useless: Sequence[str] = ()
+) -> ChosenColumns:
+    """Apply data.drop and data.target to a table's columns. useless: columns of types that nothing
+    can be learnt from, which rows may still be split by.
 
     Errors: DataError with a line for each name at fault.
     """
-    aside = [*data.drop, *([data.split_column] if data.split_column is not None else [])]
-    left = [name for name in names if name not in aside]
+    by = data.split_column
+    # A time is learnt from: what is sold in the morning, on a Sunday, and more each year.
+    is_aside = data.split != "time" or by in useless
+    left = [name for name in names if name not in data.drop and not (is_aside and name == by)]
     unknown = [name for name in data.drop if name not in names]
     problems = [f"data.drop: {label} {describe_missing_name(name, names)}" for name in unknown]
     problems += _list_split_problems(names, data, label)
@@ -105,7 +110,7 @@ def choose_columns(names: Sequence[str], data: DataConfig, label: str) -> Chosen
         problems.append(f"data.drop: leaves no column of {label}; keep the target and some others")
     else:
         try:
-            target = pick_target(left, data.target, label)
+            target = pick_target([name for name in left if name != by], data.target, label)
         except DataError as error:
             problems.append(str(error))
             if any(is_number(name) for name in left):
@@ -122,8 +127,8 @@ def choose_columns(names: Sequence[str], data: DataConfig, label: str) -> Chosen
         raise DataError("\n".join(problems))
     places = [i for i, name in enumerate(names) if name in left and name != target]
     notes = [f"left out by data.drop: {format_list(data.drop, 12)}"] if data.drop else []
-    if data.split_column is not None:
-        notes.append(f"split by {shorten(data.split_column)}, which is no feature")
+    if by is not None:
+        notes.append(f"split by {shorten(by)}" + ("" if by in left else ", which is no feature"))
     return ChosenColumns(tuple(names), tuple(places), list(names).index(target), tuple(notes))
 
 
@@ -236,7 +241,8 @@ def _open_parquet(data: DataConfig) -> ParquetTable:
     files = find_source_files(data)
     label = files[0].name if len(files) == 1 else files[0].parent.name
     fields, counts = read_common_schema(files)
-    chosen = choose_columns([field.name for field in fields], data, label)
+    useless = [field.name for field in fields if classify_type(field.type) not in OF_USE]
+    chosen = choose_columns([field.name for field in fields], data, label, useless=useless)
     problems = []
     if sum(counts) <= 0 or min(counts) < 0:
         problems.append(f"data.path: {label} has no rows; write some")

@@ -176,6 +176,38 @@ class Standardize(nn.Module):
         return (x - self.offset) / self.scale
 
 
+class TimedNet(nn.Sequential):
+    """A net that sees times between those of the training rows alone, since beyond them it would
+    answer anything at all, and a line in the times beside it, which goes on.
+
+    Its layers have the names that they have without; what is kept of times is of the data, and no
+    weight.
+    """
+
+    low: Tensor
+    high: Tensor
+    slope: Tensor
+
+    def __init__(self, net: nn.Sequential, times: Mapping[str, Any], *, inputs: int) -> None:
+        """times: see TimeInputs of the data. inputs: of a row."""
+        super().__init__(*net)
+        places = list(times["places"])
+        bounds = {"low": -math.inf, "high": math.inf, "slope": 0.0}
+        for name, otherwise in bounds.items():
+            whole = torch.full((inputs,), otherwise)
+            if times[name]:
+                whole[places] = torch.tensor(times[name], dtype=whole.dtype, device=whole.device)
+            self.register_buffer(name, whole, persistent=False)
+        self.intercept = float(times["intercept"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.minimum(torch.maximum(x, self.low), self.high)
+        # No matrix product, which autocast would round to three digits.
+        line = (x * self.slope).sum(1, keepdim=True) + self.intercept
+        outputs: Tensor = super().forward(seen) + line
+        return outputs
+
+
 def make_linear(input_shape: Sequence[int], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), outputs))
 
@@ -252,15 +284,25 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(
-    name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[str, Any]
+    name: str,
+    *,
+    input_shape: Sequence[int],
+    outputs: int,
+    args: Mapping[str, Any],
+    times: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Build the model on the current default device, with freshly drawn weights.
+    """Build the model on the current default device, with freshly drawn weights. times: which
+    inputs of an mlp are times, see TimeInputs of the data.
 
     Raises ModelError for an unknown argument or one out of range.
     """
     if wrong := find_argument_problems(name, args):
         raise ModelError(f"model.args: {wrong[0]}")
-    return MODELS[name](tuple(input_shape), outputs, **args)
+    model = MODELS[name](tuple(input_shape), outputs, **args)
+    if times is None or name != "mlp":
+        return model
+    assert isinstance(model, nn.Sequential)
+    return TimedNet(model, times, inputs=math.prod(input_shape))
 
 
 def check_model(

@@ -30,6 +30,7 @@ from tasks.engine.models.user_model import split_inputs
 ROWS = 4096  # rows predicted at once
 TOKENS = 1 << 14  # the same for a model of tokens
 LARGEST_LOG = 690.0  # exp() of it is 1e299
+HF_LENGTH = 20  # tokens that transformers writes where nobody says how many
 
 
 def restore_units(
@@ -108,6 +109,8 @@ def _make_table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
     import pandas as pd  # only MLflow's users need it
 
     names = spec["class_names"]
+    if spec["task"] == "own":
+        return pd.DataFrame({"prediction": outputs.tolist()})
     if spec["task"] == "multilabel":
         return pd.DataFrame(outputs.sigmoid().numpy(), columns=list(names))
     if spec["task"] == "regression":
@@ -146,6 +149,33 @@ class OwnPredictor(Predictor):
         if self.spec["task"] == "tokens":
             parts = [part[:, -1] for part in parts]
         return torch.cat(parts).numpy() if parts else np.empty((0, self.spec["outputs"]))
+
+
+class WritingPredictor(OwnPredictor):
+    """Predicts the tokens that a model of an encoder and a decoder writes for its inputs."""
+
+    @torch.inference_mode()
+    def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
+        """A DataFrame with a row for each one given: the tokens of its `prediction`, a list, by the
+        model's own generate(). Where its generation_config does not say how many, they are as many
+        as the first rows of the training had."""
+        import pandas as pd  # only MLflow's users need it
+
+        network: Any = self.model.model
+        own = network.generation_config
+        is_limited = own.max_new_tokens or own.max_length not in (None, HF_LENGTH)
+        most = {} if is_limited else {"max_new_tokens": self.spec["writes"]}
+        written: list[list[int]] = []
+        for x in split_inputs(check_inputs(rows, self.spec), self.spec, ROWS):
+            written += network.generate(**_move_to_device(x, self.device), **most).tolist()
+        return pd.DataFrame({"prediction": written})
+
+
+def is_writing(model: nn.Module) -> bool:
+    """Return whether a user's own model has an encoder and a decoder, whose outputs depend on what
+    was written before, and writes by itself, as those of Hugging Face transformers do."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) and hasattr(model, "generate")
 
 
 def _move_to_device(x: Any, device: torch.device) -> Any:
@@ -283,7 +313,7 @@ def load(folder: str | Path) -> Predictor | TokenPredictor:
         causal = CausalModel(model, spec["input_shape"][0])
         return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
     if is_structured(spec):
-        return OwnPredictor(spec, model)
+        return (WritingPredictor if spec.get("writes") else OwnPredictor)(spec, model)
     return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
 
 
@@ -296,7 +326,11 @@ def rebuild_network(spec: dict[str, Any], folder: Path) -> nn.Module:
         again.model.load_state_dict(weights)
         return again
     model = build_model(
-        spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
+        spec["model"],
+        input_shape=spec["input_shape"],
+        outputs=spec["outputs"],
+        args=spec["args"],
+        times=spec.get("times"),
     )
     model.load_state_dict(weights)
     return model

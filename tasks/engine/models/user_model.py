@@ -1,15 +1,16 @@
 """A model of the user's own: build it by its factory, call it, and find its outputs in what it
 returns. Inputs may be a tensor, several or a dict, outputs a tensor, a tuple, a dict or an object
-with `logits`. A result of the factory that is no nn.Module is refused. It travels with logged
-models, which are rebuilt by it.
+with `logits` or other tensors by name. A result of the factory that is no nn.Module is refused. It
+travels with logged models, which are rebuilt by it.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +38,49 @@ class BuiltinForward:
         return self.model(x), None
 
 
+class TakesLoss(IntEnum):
+    """Whether a loss that a model returns is the one that counts."""
+
+    NEVER = 0
+    WITH_LABELS = 1  # where inputs have an entry `labels`
+    ALWAYS = 2
+
+
 @dataclass(frozen=True)
 class OwnForward:
     """The forward pass of a user's own model: several inputs by position, a dict by name.
 
     untaken: labels in a dict that the model has no parameter for. only: the name of the model's
-    one parameter, which is given a dict whole where that has no entry of this name. takes_loss:
-    where inputs have an entry `labels` and the model returns a loss, that one counts.
+    one parameter, which is given a dict whole where that has no entry of this name.
     """
 
     model: Callable[..., Any]
     untaken: frozenset[str]
-    takes_loss: bool
+    takes_loss: TakesLoss | bool
     only: str | None = None
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, Tensor):
-            return read_outputs(self.model(x))[0], None
+            outputs, loss = read_outputs(self.model(x))
+            return outputs, loss if self._counts_loss(()) else None
         if not isinstance(x, Mapping):
-            return read_outputs(self.model(*x))[0], None
+            outputs, loss = read_outputs(self.model(*x))
+            return outputs, loss if self._counts_loss(()) else None
         if self.only is not None and self.only not in x:
             outputs, loss = read_outputs(self.model(x))
-            return outputs, loss if self.takes_loss and "labels" in x else None
+            return outputs, loss if self._counts_loss(x) else None
         taken = {name: value for name, value in x.items() if name not in self.untaken}
         outputs, loss = read_outputs(self.model(**taken))
-        return outputs, loss if self.takes_loss and "labels" in taken else None
+        return outputs, loss if self._counts_loss(taken) else None
+
+    def _counts_loss(self, given: Collection[str]) -> bool:
+        return self.takes_loss > ("labels" not in given)
 
 
 Forward = BuiltinForward | OwnForward
 
 
-def make_own_forward(model: nn.Module, *, takes_loss: bool) -> OwnForward:
+def make_own_forward(model: nn.Module, *, takes_loss: TakesLoss | bool) -> OwnForward:
     """Return the forward pass of this model, by its signature."""
     takes = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
@@ -77,11 +90,15 @@ def make_own_forward(model: nn.Module, *, takes_loss: bool) -> OwnForward:
 
 
 def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs and the loss of what a model returned. Raises NoOutputsError."""
+    """Return the outputs and the loss of what a model returned: of a dict without `logits` the
+    first tensor in it that is no loss. Raises NoOutputsError."""
     if isinstance(result, Tensor):
         return result, None
     if isinstance(result, Mapping):
         logits, loss = result.get("logits"), result.get("loss")
+        others = [part for name, part in result.items() if name != "loss"]
+        parts = [part for part in others if isinstance(part, Tensor) and part.dim()]
+        logits = next(iter(parts), None) if logits is None else logits
     else:
         logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
     if logits is None and isinstance(result, (tuple, list)):
@@ -94,6 +111,21 @@ def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
             f"must return a tensor, a tuple with one, or an object with .logits (got {got})"
         )
     return logits, loss if isinstance(loss, Tensor) else None
+
+
+@torch.inference_mode()
+def find_labels(model: nn.Module, x: Any) -> list[str]:
+    """Return the names of the inputs that are labels: without one of them the model gives outputs
+    and no loss. x: a few rows, as batches hold them."""
+    forward, found = make_own_forward(model.eval(), takes_loss=TakesLoss.ALWAYS), []
+    for name in x if isinstance(x, Mapping) and forward(x)[1] is not None else ():
+        try:
+            _, loss = forward({other: value for other, value in x.items() if other != name})
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError):
+            continue  # what it cannot do without
+        if loss is None:
+            found.append(name)
+    return found
 
 
 class OutputsOnly(nn.Module):

@@ -129,13 +129,17 @@ def _make_writer(order: Order, file: IO[bytes], text_width: int) -> TableWriter:
 
 
 class _CsvWriter:
-    """Text with a header; a missing value is an empty cell."""
+    """Text with a header; a missing value is an empty cell, a list is written as JSON."""
 
     def __init__(self, file: IO[bytes], delimiter: str) -> None:
         self._file, self._begun = file, False
         self._delimiter = delimiter
 
     def write(self, table: pa.Table) -> None:
+        for i, field in enumerate(table.schema):
+            if pa.types.is_list(field.type):
+                texts = [orjson.dumps(value).decode() for value in table[i].to_pylist()]
+                table = table.set_column(i, field.name, pa.array(texts, pa.string()))
         if not self._begun:
             # By hand: pyarrow puts every name in quotes.
             header = io.StringIO()
@@ -215,6 +219,11 @@ class _NpyWriter:
         np.lib.format.write_array_header_1_0(self._file, said)
 
     def _values(self, column: pa.ChunkedArray) -> np.ndarray:
+        if pa.types.is_list(column.type):
+            raise OutputError(
+                "output: each prediction is a list, which an npy file has no room for; name a "
+                "parquet, jsonl or csv file"
+            )
         if pa.types.is_string(column.type):
             texts = [text or "" for text in column.to_pylist()]
             return np.array(texts, dtype=f"<U{self._width}")

@@ -39,6 +39,7 @@ from tasks.engine.predict.input_batches import (
 )
 from tasks.engine.predict.output_files import open_output
 from tasks.engine.predict.request import Order
+from tasks.engine.predict.unseen_texts import UnseenTexts
 from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)
@@ -134,13 +135,17 @@ def _predict_all(
         through = RowPredictor(_load_model(model).to(device), device, needs)
         width = max(map(len, spec.get("class_names") or [""]))
         began = time.perf_counter()
+        unseen = UnseenTexts(spec)
         with open_output(order, text_width=width) as output:
             for batch in read_batches(order, needs):
+                unseen.add(batch)
                 for begin, predictions in through.predict_batch(batch):
                     output.write(_join_kept(batch, begin, predictions))
                     rows += len(predictions)
                     told(rows, batch.done)
         held_bytes = memory_meter.count_allocated_bytes(device)
+    if told_of := unseen.describe():
+        log.warning("%s", told_of)
     return PredictFacts(
         output=order.output,
         rows=rows,
@@ -148,6 +153,7 @@ def _predict_all(
         recovered=through.recovered,
         predict_s=time.perf_counter() - began,
         held_bytes=held_bytes,
+        warnings=(told_of,) if told_of else (),
     )
 
 

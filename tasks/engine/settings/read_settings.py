@@ -17,15 +17,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal, get_origin
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML, ScalarNode, SequenceNode
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
-from tasks.engine.base import secret_names
-from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
+from tasks.engine.base.import_paths import (
+    IMPORT_PATH,
+    find_allow_problem,
+    find_import_problem,
+    is_import_path,
+)
+from tasks.engine.base.secret_names import make_variable_name, restore_secrets
+from tasks.engine.base.secret_texts import find_secrets, hide_secrets
 from tasks.engine.settings.run_config import (
     SCHEDULES_BY_SETTING,
     SOURCES_BY_SETTING,
@@ -234,25 +240,33 @@ def make_config(settings: Mapping[str, Any]) -> RunConfig:
 
 
 def hide_config_secrets(config: RunConfig) -> RunConfig:
-    """Return the config as it may be stored and shown: with stars for the secrets among its
-    arguments."""
-    return _change_arguments(config, secret_names.hide_secrets)
+    """Return the config as it may be stored and shown: with stars for the secrets in its values,
+    of its arguments also by their names."""
+    return _change_values(
+        config, lambda value, name: hide_secrets(value, name, by_name=name in _ARGUMENTS)
+    )
 
 
 def restore_config_secrets(config: RunConfig) -> RunConfig:
     """Return a config that was stored by `hide_config_secrets`, with its secrets; from now on
     they are in the environment, for the processes that this one starts.
 
-    Raises ConfigError for those that the environment does not have.
+    Raises ConfigError for those that the environment does not have, and for names of the run that
+    hold one: every page shows them.
     """
+    held = find_config_secrets(config)
+    if names := [name for name in held if name.startswith("run.")]:
+        told = "holds a secret, which every page of the run would show; choose another"
+        raise ConfigError(*(f"{name}: {told}" for name in names))
     missing: list[str] = []
-    os.environ.update(find_secret_variables(config))
-    config = _change_arguments(
-        config, lambda v, name: secret_names.restore_secrets(v, name, missing)
+    os.environ.update(_name_variables(held))
+    config = _change_values(
+        config,
+        lambda v, name: v if name.startswith("run.") else restore_secrets(v, name, missing),
     )
     if missing:
         told = "was hidden when it was kept; give it again:"
-        ways = [(name, secret_names.make_variable_name(name)) for name in missing]
+        ways = [(name, make_variable_name(name)) for name in missing]
         raise ConfigError(*(f"{n}: {told} --{n}, or {v} in the environment" for n, v in ways))
     return config
 
@@ -260,16 +274,51 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
 def find_secret_variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables that a process needs which is given the settings without
     their secrets."""
-    of_data = secret_names.find_secrets(config.data.args, "data.args")
-    return of_data | secret_names.find_secrets(config.model.args, "model.args")
+    return _name_variables(find_config_secrets(config))
 
 
-def _change_arguments(
-    config: RunConfig, change: Callable[[Mapping[str, Any], str], dict[str, Any]]
-) -> RunConfig:
-    data = config.data.model_copy(update={"args": change(config.data.args, "data.args")})
-    model = config.model.model_copy(update={"args": change(config.model.args, "model.args")})
-    return config.model_copy(update={"data": data, "model": model})
+def find_config_secrets(config: RunConfig) -> dict[str, str]:
+    """Return the values that `hide_config_secrets` hides, or a part of, by their dotted names."""
+    found: dict[str, str] = {}
+
+    def keep(value: Any, name: str) -> Any:
+        found.update(find_secrets(value, name, by_name=name in _ARGUMENTS))
+        return value
+
+    _change_values(config, keep)
+    return found
+
+
+_ARGUMENTS = ("data.args", "model.args")
+
+
+def _name_variables(found: Mapping[str, str]) -> dict[str, str]:
+    return {make_variable_name(name): value for name, value in found.items()}
+
+
+def _change_values(config: RunConfig, change: Callable[[Any, str], Any]) -> RunConfig:
+    """Return the config with each value changed that is free text, or has any in it: no choice, no
+    default, and no import path."""
+    sections = {}
+    for section in RunConfig.model_fields:
+        held = getattr(config, section)
+        new = {}
+        for name, about in type(held).model_fields.items():
+            value = getattr(held, name)
+            if not isinstance(value, (str, list, dict)) or value == about.get_default(
+                call_default_factory=True
+            ):
+                continue
+            if get_origin(about.annotation) is Literal or (
+                isinstance(value, str) and IMPORT_PATH.fullmatch(value)
+            ):
+                continue
+            changed = change(value, f"{section}.{name}")
+            if changed != value:
+                new[name] = changed
+        if new:
+            sections[section] = held.model_copy(update=new)
+    return config.model_copy(update=sections) if sections else config
 
 
 def _parse_flag(name: str, value: Any) -> Any:

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from tasks.engine.base import figures
 from tasks.engine.base.import_paths import IMPORT_PATH, is_import_path
 from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
@@ -164,10 +165,11 @@ class DataConfig(Section):
     quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
     decimal: Literal[".", ","] = "."
     """The decimal mark of numbers in csv and tsv."""
-    task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"
+    task: Literal["auto", "classification", "multilabel", "regression", "tokens", "own"] = "auto"
     """What to learn. auto: the next token of the sources text and tokens; else classification
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
-    where it has several columns of 0 and 1, else regression."""
+    where it has several columns of 0 and 1, else regression. own, of data of your own: whatever the
+    model's own loss or train.loss makes of it, judged by that and by train.metrics alone."""
     image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
     """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
@@ -184,7 +186,8 @@ class DataConfig(Section):
     the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
     are always split by their order. Not of data sets and loaders."""
     split_column: Text | None = None
-    """The column of csv, tsv and parquet to split by time or by group. It is no feature."""
+    """The column of csv, tsv and parquet to split by time or by group. Times are learnt from too,
+    unless data.drop names them; a group is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
@@ -310,13 +313,17 @@ class DataConfig(Section):
                 f"task: tokens needs source {' or '.join(TOKEN_SOURCES)} (got {self.source}); "
                 "change one of them"
             )
+        if self.task == "own" and not own:
+            raise ValueError(
+                f"task: own needs a source of your own (got {self.source}); change one of them"
+            )
         return self
 
 
 FUSED = ("adamw", "sgd")
 TORCH_OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD"),
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
 SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
 # The schedules that look at a setting.
@@ -327,14 +334,11 @@ SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
     "optim.plateau_patience": ("plateau",),
 }
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-TASK_METRICS = {  # what a task measures of itself, beside metrics of the user's own
-    "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
-    "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
-    "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
-    "tokens": ("val/perplexity", "val/loss"),
+TASK_METRICS = {  # by which weights may be chosen, beside metrics of the user's own
+    task: tuple(f"val/{name}" for name in names) for task, names in figures.TASK_FIGURES.items()
 }
-TOP5 = "val/top5_accuracy"  # of a classification with more than ten classes
-LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
+TOP5 = f"val/{figures.TOP5}"
+LOWER_IS_BETTER = tuple(f"val/{name}" for name in figures.LOWER_IS_BETTER)
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -394,8 +398,9 @@ class GroupConfig(Section):
 class OptimConfig(Section):
     name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
-    class of torch.optim; package.module:Class: your own, called with the parameters and, where it
-    has parameters of these names, with lr, weight_decay, momentum and betas."""
+    class of torch.optim, of which Muon trains matrices only; package.module:Class: your own, called
+    with the parameters and, where it has parameters of these names, with lr, weight_decay, momentum
+    and betas."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
@@ -440,8 +445,8 @@ class OptimConfig(Section):
     def _refuse_closures(cls, name: Any) -> Any:
         if isinstance(name, str) and name.lower() == "lbfgs":
             raise ValueError(
-                f"the steps of {name} need a closure that computes the loss anew, and batches here "
-                "are seen once; choose another"
+                f"the steps of {name} search along a line of the loss of all rows, and batches "
+                "here are other ones each time; choose another"
             )
         return name
 
@@ -562,6 +567,10 @@ class TrainConfig(Section):
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
+            if name in figures.TAKEN:
+                raise ValueError(
+                    f"{name!r} is the name of a figure of the task itself; give yours another"
+                )
             if not IMPORT_PATH.fullmatch(path):
                 raise ValueError(f"{name} must be package.module:function (got {path[:80]!r})")
         return metrics

@@ -16,11 +16,13 @@ from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.device.detection import make_autocast
 from tasks.engine.distributed.sharding import ParallelModel
+from tasks.engine.models.predictor import is_writing
 from tasks.engine.models.user_model import BuiltinForward, Forward, make_own_forward
 from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
 from tasks.engine.step import optim, own_model
-from tasks.engine.step.losses import WatchedLoss, choose_count, has_own_loss, make_loss
+from tasks.engine.step.averaging import choose_count
+from tasks.engine.step.losses import WatchedLoss, find_own_loss, make_loss
 from tasks.engine.step.micro_batches import MicroBatching
 from tasks.engine.step.optimizer_step import Count, Loss, Step
 from tasks.engine.step.plan import Plan
@@ -46,10 +48,12 @@ def is_convolutional(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
-def choose_forward(name: str, train: TrainConfig) -> Callable[[nn.Module], Forward]:
+def choose_forward(
+    name: str, train: TrainConfig, data: DataFacts
+) -> Callable[[nn.Module], Forward]:
     """Return how a model of this name is called."""
     if is_import_path(name):
-        return partial(make_own_forward, takes_loss=has_own_loss(train))
+        return partial(make_own_forward, takes_loss=find_own_loss(train, data))
     return BuiltinForward
 
 
@@ -101,13 +105,13 @@ def make_step(
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
     where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
-    losses.choose_count.
+    averaging.choose_count.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
     if outputs is not None and is_import_path(train.loss):
         loss = WatchedLoss(train.loss, loss, outputs)
-    forward = choose_forward(plan.settings.model.name, train)(model)
+    forward = choose_forward(plan.settings.model.name, train, data)(model)
     if shared.parallel is not None:
         forward = replace(forward, model=shared.parallel)
     step = Step(
@@ -149,21 +153,27 @@ def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:
     return made
 
 
-def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:
-    """Return what a predictor has to know beside the weights. outputs: as the model told."""
+def _count_written(data: DataFacts) -> int:
+    """Return how many tokens the labels of a row had in the first batch."""
+    return 0 if data.batch is None else int(data.batch["of"][1]["shape"][0])
+
+
+def describe_model(plan: Plan, model: nn.Module, *, outputs: int, task: str) -> dict[str, Any]:
+    """Return what a predictor has to know beside the weights. outputs, task: as the model told."""
     data, settings = plan.data, plan.settings
     names = data.class_names
-    if names is None and data.task in ("classification", "multilabel"):
+    if names is None and task in ("classification", "multilabel"):
         names = tuple(map(str, range(outputs)))
     return {
         "model": settings.model.name,
         "args": hide_config_secrets(settings).model.args,
         "source": data.source,
-        "task": data.task,
+        "task": task,
         "input_shape": data.input_shape,
         "outputs": data.outputs or outputs,
         "offered_outputs": data.outputs,
         "inputs": None if data.batch is None else data.batch["of"][0],
+        "writes": _count_written(data) if task == "tokens" and is_writing(model) else 0,
         "class_names": names,
         "feature_names": data.feature_names,
         "offset": data.offset,
@@ -171,6 +181,7 @@ def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:
         "target_offset": data.target_offset,
         "target_scale": data.target_scale,
         "target_log": data.target_log,
+        "times": None if data.times is None else asdict(data.times),
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
         "na": data.na,

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from tasks.engine.accounts.phases import Phases
 from tasks.engine.base import nested, scores
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.figures import ALIKE, TOP5, UNLOGGED
 from tasks.engine.base.nested import get_local_part, shard_like
-from tasks.engine.base.scores import ALIKE, UNLOGGED, ConfusionCells, KeptRows, shrink_classes
+from tasks.engine.base.scores import ConfusionCells, KeptRows, shrink_classes
 from tasks.engine.batches.batches import Batches
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.out_of_memory import clear_frames
@@ -38,6 +39,11 @@ def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that an epoch leaves in a model, each once, with its name: parameters
     and buffers, so also the running statistics of a normalization."""
     return itertools.chain(model.named_parameters(), model.named_buffers())
+
+
+# Fewer evaluations tell no trend; a quarter of them that gains less, of the value and of all that
+# was gained, is near the end of it.
+LEAST_EVALUATIONS, WORTH, SCATTERS = 8, 0.02, 2.0
 
 
 class BestWeights:
@@ -61,6 +67,20 @@ class BestWeights:
         self.cells: ConfusionCells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
         self.is_now = False  # the best weights are those of now, and not copied yet
+        self.values: list[float] = []  # of all evaluations; less is better
+
+    def is_improving(self) -> bool:
+        """Return whether the last evaluation is the best, and those of the last quarter have gained
+        on what was reached before by more than chance and by a share that is worth going on."""
+        last = max(2, len(self.values) // 4)
+        if len(self.values) < LEAST_EVALUATIONS or not np.isfinite(self.values).all():
+            return False
+        before, now = self.values[:-last], self.values[-last:]
+        # How much three that follow each other are off a line, of which a curve has little.
+        scatter = float(np.abs(np.diff(self.values[-last - 2 :], 2)).mean())
+        gained = min(before) - now[-1]
+        worth = WORTH * min(abs(now[-1]), max(self.values) - now[-1])
+        return now[-1] == min(self.values) and gained > max(worth, SCATTERS * scatter)
 
     @property
     def has_weights(self) -> bool:
@@ -75,6 +95,7 @@ class BestWeights:
         self.waited += 1
         value = self._read(metrics)
         self.is_now = value < self._read(self._metrics)
+        self.values.append(value)
         if self.is_now:
             self._metrics, self.epoch, self.cells = metrics, epoch, cells
         if value < self._reached - self._min_delta:
@@ -130,6 +151,7 @@ class BestWeights:
             "is_now": self.is_now,
             "cells": cells,
             "reached": self._reached,
+            "values": list(self.values),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -138,6 +160,7 @@ class BestWeights:
         self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
         # What checkpoints of before do not have:
         self._reached = state.get("reached", self._read(self._metrics))
+        self.values = list(state.get("values", ()))
         cells = state.get("cells")
         self.cells = None if cells is None else ConfusionCells(cells)
 
@@ -161,7 +184,9 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
     """Choose the rows of an evaluation batch, where training has batch_size and the device
     this room."""
     # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
-    if data.task == "tokens" or data.batch is not None:
+    if data.batch is not None:
+        return max(batch_size, data.val_batch_rows)
+    if data.task == "tokens":
         return batch_size
     row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows + data.test_rows))
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
@@ -169,7 +194,8 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """How outputs are evaluated. task: classification, multilabel, regression or tokens."""
+    """How outputs are evaluated. task: classification, multilabel, regression, tokens, or own: by
+    the loss and the user's own metrics alone."""
 
     task: str
     loss: Loss
@@ -205,11 +231,9 @@ class _BatchSums:
 def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
 ) -> dict[str, float]:
-    """Return val/loss over all rows, or over all that the loss counts, with the metrics of the
-    task: val/accuracy, val/balanced_accuracy, val/macro_f1 and, of more than TOP_OF classes,
-    val/top5_accuracy for a classification; val/accuracy, val/f1, val/macro_f1 and
-    val/average_precision for several labels; val/r2, val/mae and val/rmse for a regression;
-    val/perplexity = exp(val/loss) for tokens. Waits for the device.
+    """Return val/loss over all rows, or over all that the loss counts, with the figures of the
+    task (see figures.TASK_FIGURES; of more than TOP_OF classes also the share of rows whose class
+    is among the first TOP). Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean
     squared error of 1 is as good as the mean), or of the user's own loss in the target's
@@ -275,11 +299,11 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
     """Return the figures that are sums over the rows."""
     if task == "tokens":
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    if task == "regression":
+    if task in ("regression", "own"):
         return {}
     found = {"accuracy": sums["hits"] / sums["answers"]}
     if "top5" in sums:
-        found["top5_accuracy"] = sums["top5"] / sums["answers"]
+        found[TOP5] = sums["top5"] / sums["answers"]
     if task == "multilabel":
         told = 2 * sums["both"] + sums["either"]
         found["f1"] = 2 * sums["both"] / told if told else 1.0
@@ -300,13 +324,15 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     alike = {ALIKE: 1.0} if same else {}
     if evaluator.task == "classification":
         evaluator.cells.append(scores.ConfusionCells.of(outputs.numpy(), targets.numpy()))
-        return scores.compute_class_scores(evaluator.cells[0]) | alike
+        cells = evaluator.cells[0]
+        return scores.compute_class_scores(cells) | scores.find_chance(cells) | alike
     given, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
         for part in (outputs, targets)
     )
     return (
         scores.compute_regression_scores(given, so)
+        | scores.compute_r2_error(given, so)
         | scores.compute_constant_baseline(given, so, evaluator.guess)
         | alike
     )

@@ -6,38 +6,36 @@ what training needs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
     mse_loss,
-    nll_loss,
 )
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
-from tasks.engine.batches.dataloaders import IGNORED
 from tasks.engine.memory.out_of_memory import is_oom
-from tasks.engine.models.user_model import Forward
+from tasks.engine.models.user_model import TakesLoss
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
-from tasks.engine.step.optimizer_step import Count, Loss, count_rows
+from tasks.engine.step.optimizer_step import Loss
 
 FITTING = {
     "classification": "cross_entropy",
     "multilabel": "bce",
     "regression": "mse",
     "tokens": "cross_entropy",
+    "own": "auto",  # what the model gives
 }
-FIGURES = ("loss", "accuracy", "f1", "r2", "mae", "perplexity")  # val/... of the tasks themselves
 OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
 
 
@@ -83,8 +81,8 @@ def make_loss(
         return wrap_in_units(own, data, device)
     if train.loss not in ("auto", fits):
         raise ConfigError(
-            f"train.loss: {train.loss} does not fit {data.task}; use auto or {fits}, or a function "
-            "of your own"
+            f"train.loss: {train.loss} does not fit {data.task}; use "
+            f"{' or '.join(dict.fromkeys(('auto', fits)))}, or a function of your own"
         )
     if train.class_weights == "balanced":
         weights = torch.tensor(_compute_balanced_weights(data), device=device)
@@ -93,95 +91,10 @@ def make_loss(
         "cross_entropy": compute_token_loss if data.task == "tokens" else cross_entropy,
         "bce": binary_cross_entropy_with_logits,
         "mse": mse_loss,
+        "auto": _refuse_no_loss,
     }
     smoothed: Any = losses[fits]
     return partial(smoothed, label_smoothing=smoothing) if smoothing else losses[fits]
-
-
-def choose_count(train: TrainConfig, data: DataFacts, *, of_labels: Count | None = None) -> Count:
-    """Return the function that counts what the loss of some rows is the mean of. of_labels:
-    the same of a loss that the model returns itself; see find_label_count."""
-    if is_import_path(train.loss):
-        own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-        return _choose_own_count(own)
-    if has_own_loss(train) and of_labels is not None:
-        return of_labels
-    # Only batches of a loader hold labels to be skipped.
-    return count_labels if data.task == "tokens" and data.batch is not None else count_rows
-
-
-def _choose_own_count(loss: Any) -> Count:
-    """By its attribute `count`, a function of the targets; PyTorch's own need none."""
-    count = getattr(loss, "count", None)
-    if callable(count):
-        return _TargetCount(count)
-    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean":
-        return _TargetCount(
-            partial(_sum_class_weights, skipped=loss.ignore_index, weights=loss.weight)
-        )
-    return count_labels if loss in (cross_entropy, nll_loss) else count_rows
-
-
-@dataclass(frozen=True)
-class _TargetCount:
-    """Counts by the targets alone."""
-
-    count: Callable[[Any], Any]
-
-    def __call__(self, x: Any, y: Any) -> Any:
-        return self.count(y)
-
-
-def _sum_class_weights(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
-    """Return what PyTorch's mean divides by: the weights of the classes that are not skipped."""
-    if targets.is_floating_point():
-        return len(targets)  # probabilities
-    is_told = targets != skipped
-    if weights is None:
-        return is_told.sum()
-    return (weights.to(targets.device)[torch.where(is_told, targets, 0)] * is_told).sum()
-
-
-def count_labels(x: Any, y: Any) -> Any:
-    """Count the labels that are not skipped."""
-    return (y != IGNORED).sum() if not y.is_floating_point() else len(y)
-
-
-def count_next_labels(x: Any, y: Any) -> Any:
-    """Count the labels that are not skipped for a model that predicts each next label, so that
-    the first of a row does not count."""
-    return (y[:, 1:] != IGNORED).sum()
-
-
-@torch.no_grad()
-def find_label_count(forward: Forward, x: Any, y: Any) -> Count | None:
-    """Find what a model's own loss is the mean of, by the losses of two rows with labels that
-    are skipped: together, and one by one. None where it gives none, or where no rule fits.
-
-    x, y: two rows as batches hold them, labels in x, on the host. Evaluates the model.
-    """
-    if not (isinstance(y, Tensor) and y.dim() == 2 and y.shape[1] > 3 and not _is_real(y)):
-        return None
-    labels = torch.zeros_like(y)
-    labels[1] = 1
-    labels[1, : y.shape[1] // 2] = IGNORED
-    batch = {**x, "labels": labels}
-    parts = nested.split_batch((batch, labels), 1, whole=2)
-    losses = [forward(part)[1] for part, _ in ((batch, labels), *parts)]
-    if any(loss is None for loss in losses):
-        return None
-    whole, one, other = (float(loss) for loss in losses if loss is not None)
-    if abs(one - other) < 1e-5 * abs(whole):
-        return None
-    for count in (count_rows, count_labels, count_next_labels):
-        a, b = (float(count(*part)) for part in parts)
-        if abs((a * one + b * other) / (a + b) - whole) <= 1e-5 * abs(whole):
-            return count
-    return None
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True)
@@ -219,9 +132,17 @@ def wrap_in_units(
     return _UnscaledFunction(function, offset, scale, log if data.target_log else None)
 
 
-def has_own_loss(train: TrainConfig) -> bool:
+def find_own_loss(train: TrainConfig, data: DataFacts) -> TakesLoss:
     """Return whether a loss that the model returns itself is the one that counts."""
-    return train.loss == "auto" and train.class_weights == "none"
+    if train.loss != "auto" or train.class_weights != "none":
+        return TakesLoss.NEVER
+    return TakesLoss.ALWAYS if data.task == "own" else TakesLoss.WITH_LABELS
+
+
+def _refuse_no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise ModelError(
+        "model.name: it gave no loss, where its own is the only one; return one in each call"
+    )
 
 
 def compute_token_loss(logits: Tensor, tokens: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
@@ -249,13 +170,17 @@ def _compute_balanced_weights(data: DataFacts) -> list[float]:
 
 def load_own_metrics(train: TrainConfig) -> OwnMetrics:
     """Return the user's own metrics by name. Raises ConfigError."""
-    for name in train.metrics:
-        if name in FIGURES:
-            raise ConfigError(
-                f"train.metrics: {name!r} is the name of a figure of the task itself; give yours "
-                "another"
-            )
     return {name: _OwnMetric(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
+
+
+def find_own_functions(train: TrainConfig) -> dict[str, Any]:
+    """Return loss and metrics of the user's own, by their settings. Raises ConfigError."""
+    own = {"train.loss": train.loss} if is_import_path(train.loss) else {}
+    own |= {f"train.metrics.{name}": path for name, path in train.metrics.items()}
+    return {
+        setting: import_callable(path, setting=setting, refusal=ConfigError)
+        for setting, path in own.items()
+    }
 
 
 class _OwnMetric:
@@ -299,55 +224,6 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
                 f"(got {_describe_result(got)})"
             )
     return writes
-
-
-@torch.no_grad()
-def is_additive(
-    train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targets: Any
-) -> bool:
-    """Return whether the user's loss of four rows is what those of their halves make, each
-    weighed by what it is the mean of; True also where that is not known, as of a loss that
-    draws random numbers.
-
-    outputs, targets: of two rows; numbers are drawn in their shapes.
-    """
-    if not is_import_path(train.loss):
-        return True
-    draw = torch.Generator().manual_seed(0)
-
-    def drawn(tensor: Tensor) -> Tensor:
-        shape = (4, *tensor.shape[1:])
-        if tensor.is_floating_point():
-            return torch.rand(shape, generator=draw, dtype=tensor.dtype)
-        return torch.randint(min(2, outputs.shape[-1]), shape, generator=draw).to(tensor.dtype)
-
-    rows = drawn(outputs.cpu()), nested.map_tensors(targets, drawn)
-    halves = nested.split_batch(rows, 2, whole=4)
-    try:
-        whole, again, *parts = (
-            float(loss(nested.map_tensors(x, Tensor.clone), nested.map_tensors(y, Tensor.clone)))
-            for x, y in (rows, rows, *halves)
-        )
-        counts = [float(count(None, y)) for _, y in halves]
-        expected = sum(n * part for n, part in zip(counts, parts, strict=True)) / sum(counts)
-    except Exception as error:
-        if is_oom(error):
-            raise
-        return True  # it was tried on two rows before; numbers like these may be none of its own
-    is_known = whole == again and math.isfinite(whole) and math.isfinite(expected)
-    return not is_known or abs(expected - whole) <= 1e-3 * max(abs(whole), 1e-3)
-
-
-def warn_of_parts(train: TrainConfig, *, is_sum: bool, micro_rows: int) -> tuple[str, ...]:
-    """Return the warnings where batches were taken in parts. is_sum: see is_additive;
-    micro_rows: of the smallest part."""
-    if is_sum or micro_rows >= train.batch_size:
-        return ()
-    return (
-        f"train.loss: {train.loss} of a batch is not the mean over its parts, so that "
-        f"micro-batches of {micro_rows} rows learnt something else than whole batches would; give "
-        "it an attribute `count` (docs/models.md), or take batches that fit whole",
-    )
 
 
 def _call_own(

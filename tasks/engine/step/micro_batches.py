@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from tasks.engine.memory.allocators import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.settings.model_args import ModelError
+from tasks.engine.step.state_changes import KeptState, StateChanges, StateKeeper, read_version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,64 +32,6 @@ T = TypeVar("T")
 GROW_AFTER = 100  # batches without a failure before the larger micro-batch is tried again
 # What PyTorch says where a batch norm, which needs two values of a channel, is given one row.
 TOO_FEW_FOR_NORM = "Expected more than 1 value per channel"
-
-
-@dataclass(frozen=True)
-class StateChanges:
-    """What a model and its loss change beside gradients and PyTorch's random numbers: a batch
-    that is taken a second time has to find it as the first time did."""
-
-    own: bool = False  # code of the user's runs, which may draw from Python's and numpy's numbers
-    inputs: bool = False  # something in the batch is written to
-    buffers: frozenset[str] = frozenset()
-    numbers: frozenset[tuple[str, str]] = frozenset()  # layer and attribute, of Python's numbers
-
-
-class ChangeFinder:
-    """Finds what has changed since it was made: in a model, and in a batch that it was
-    given."""
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._model, self._batch = model, batch
-        self._versions = _read_versions(nested.find_tensors(batch))
-        self._buffers = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
-        self._numbers = dict(_iterate_numbers(model))
-
-    def find_changes(self, writes: bool = False) -> StateChanges:
-        """Return the changes of a model or a loss of the user's own. writes: whether outputs
-        were written to. A buffer's values are compared too, since what goes by `.data` counts
-        no version."""
-        buffers = {
-            name
-            for name, b in self._model.named_buffers()
-            if name in self._buffers and _has_changed(b, *self._buffers[name])
-        }
-        numbers = dict(_iterate_numbers(self._model))
-        return StateChanges(
-            own=True,
-            inputs=writes or _read_versions(nested.find_tensors(self._batch)) != self._versions,
-            buffers=frozenset(buffers),
-            numbers=frozenset(
-                where for where, was in self._numbers.items() if numbers.get(where, was) != was
-            ),
-        )
-
-
-def _has_changed(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool:
-    return now is not was or now._version != version or not torch.equal(now, values)
-
-
-def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield the Python numbers that are attributes of layers. training is PyTorch's own."""
-    for path, layer in model.named_modules():
-        for name, value in vars(layer).items():
-            if isinstance(value, (int, float)) and name != "training":
-                yield (path, name), value
-
-
-def _read_versions(tensors: Any) -> list[int]:
-    """Return how often each was written to; those made in inference mode do not count it."""
-    return [t._version for t in tensors if not t.is_inference()]
 
 
 @dataclass(frozen=True)
@@ -102,6 +45,7 @@ class MemoryFailure:
     tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
     fitted: int | None = None  # of the largest that did
     allocator: dict[str, int] = field(default_factory=dict)  # see allocators.py
+    unrepeated: str = ""  # why it was not tried again: what would have been wrong then
 
 
 class MemoryExhausted(RuntimeError):
@@ -109,7 +53,8 @@ class MemoryExhausted(RuntimeError):
     be retried."""
 
     def __init__(self, failure: MemoryFailure) -> None:
-        super().__init__(f"memory ran out in {failure.phase}: {failure.text}")
+        why = f" ({failure.unrepeated})" if failure.unrepeated else ""
+        super().__init__(f"memory ran out in {failure.phase}: {failure.text}{why}")
         self.failure = failure
 
 
@@ -202,27 +147,18 @@ class MicroBatches:
         give_back: Callable[[], bool] = bool,
         forget_graph: Callable[[], bool] = bool,
         changes: StateChanges = StateChanges(),  # noqa: B008 (frozen)
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
         """rows: to start with; whole: those of a batch, the most there can be. what: is repeated,
         "training" or "eval". witness: sees the last attempt. give_back: does without what only
         saves time, and says whether there was any; forget_graph: the same of recorded steps, which
-        hold activations of their own. changes: what an attempt changes."""
+        hold activations of their own. changes: what an attempt changes of the model, and of losses
+        and metrics of the user's own, which are `beside` it by their settings."""
         self.rows, self._whole, self._what = min(rows, whole), whole, what
         self._device, self._accounts, self._witness = device, accounts, witness
         self._give_back, self._forget_graph = give_back, forget_graph
         self.copies, self._own = changes.inputs, changes.own
-        kinds = nn.modules.batchnorm._NormBase  # instance norms may keep running means too
-        self._buffers: list[tuple[nn.Module, str]] = []  # that an attempt changes
-        self._constant: list[tuple[str, Tensor]] = []  # the others, of a model of the user's own
-        self._unkept: list[tuple[str, Tensor, int]] = []  # these with how often they were written
-        for path, layer in model.named_modules():
-            for name, buffer in layer.named_buffers(recurse=False):
-                where = f"{path}.{name}".lstrip(".")
-                if isinstance(layer, kinds) or where in changes.buffers:
-                    self._buffers.append((layer, name))
-                elif changes.own:
-                    self._constant.append((where, buffer))
-        self._numbers = [(model.get_submodule(path), name) for path, name in changes.numbers]
+        self._keeper = StateKeeper(model, changes, beside)
         # Of our own models only those with dropout draw: reading the state costs 3 us a step.
         dropout = nn.modules.dropout._DropoutNd
         self._draws = changes.own or any(
@@ -234,6 +170,9 @@ class MicroBatches:
         self.recovered = 0
         self.tried: list[int] = []  # sizes that failed
         self.fitted: int | None = None  # the largest that did not
+        self.is_learnt = (
+            True  # what rows are is what the device has room for, for all that is known
+        )
         self._calm = 0
         self._patience = GROW_AFTER
 
@@ -263,6 +202,8 @@ class MicroBatches:
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
+                # Python's own error tells of the user's code and the host, not of the device.
+                self.is_learnt = not isinstance(error, MemoryError)
                 failure, at_end = extract_message(error), self.rows <= self.least
             # Only here, outside the except block, is the error gone and what its frames held.
             if failure is None:
@@ -271,7 +212,7 @@ class MicroBatches:
                 if self._own:
                     self._refuse_written(batch, versions)
                 return done
-            self._refuse_unrepeatable(batch, versions, failure)
+            self._refuse_unrepeatable(batch, versions, state, failure)
             self._restore(state)
             if self._forget_graph():
                 self.recovered += 1
@@ -321,11 +262,12 @@ class MicroBatches:
     def state(self) -> list[Any]:
         """Return how large micro-batches are, and when they grow; see checkpoint/."""
         counts = [self.rows, self.recovered, self.fitted, self._calm, self._patience]
-        return [*counts, list(self.tried)]
+        return [*counts, list(self.tried), self.is_learnt]
 
     def restore(self, state: list[Any]) -> None:
         """Go back to where `state` was taken."""
-        rows, self.recovered, self.fitted, self._calm, self._patience, self.tried = state
+        rows, self.recovered, self.fitted, self._calm, self._patience, self.tried, *learnt = state
+        self.is_learnt = learnt != [False]  # which older checkpoints do not have
         self.rows = min(rows, self._whole)
 
     def ease(self, why: str) -> None:
@@ -381,6 +323,7 @@ class MicroBatches:
         if self._calm >= self._patience:
             self._calm = 0
             self.rows = min(self._whole, 2 * self.rows)
+            self.is_learnt |= self.rows == self._whole
 
     def _copy_batch(self, batch: Sequence[Any]) -> Sequence[Any]:
         """Return the batch as an attempt may have it: where that writes to it, a copy."""
@@ -389,7 +332,7 @@ class MicroBatches:
     def _count_writes(self, batch: Sequence[Any]) -> list[int]:
         """Return how often the batch was written to, where code of the user's sees it itself."""
         watches = self._own and not self.copies
-        return _read_versions(nested.find_tensors(batch)) if watches else []
+        return [read_version(t) for t in nested.find_tensors(batch)] if watches else []
 
     def _refuse_written(self, batch: Sequence[Any], before: list[int]) -> None:
         """From the first time on that a batch of the training is written to, attempts get copies.
@@ -399,43 +342,47 @@ class MicroBatches:
         if self._what == "eval":
             raise ModelError(
                 "model.name: its forward, or a loss or metric, writes to the rows that it is given "
-                "in some evaluations only, so that later ones would see other rows; let it work on "
-                "a copy (x = x.clone())"
+                "when it is evaluated, and did not in training, so that later evaluations would "
+                "see other rows; let it work on a copy (x = x.clone())"
             )
         self.copies = True
 
-    def _refuse_unrepeatable(self, batch: Sequence[Any], before: list[int], failure: str) -> None:
+    def _refuse_unrepeatable(
+        self, batch: Sequence[Any], before: list[int], state: _AttemptState, failure: str
+    ) -> None:
         """Raises MemoryExhausted where a failed attempt has changed what no copy was kept of."""
-        others = [where for where, b, was in self._unkept if b._version != was]
+        lost = state.kept.find_lost()
         if self._count_writes(batch) != before:
-            others.append("the rows of the batch")
-        if others:
-            why = f"{failure} (the batch was not taken again: the attempt had changed {others[0]})"
+            lost = lost or "the rows of the batch"
+        if lost:
+            why = f"the batch was not taken again: the attempt had changed {lost}"
+            tried = (*self.tried, self.rows)
             raise MemoryExhausted(
-                MemoryFailure(why, self._what, tried=(self.rows,), fitted=self.fitted)
+                MemoryFailure(failure, self._what, tried=tried, fitted=self.fitted, unrepeated=why)
             )
 
-    def _copy_state(self) -> tuple[Any, ...]:
-        self._unkept = [(where, b, b._version) for where, b in self._constant]
-        buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
-        numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]
-        drawn = (random.getstate(), np.random.get_state()) if self._own else None
-        torch_random = get_random_state(self._device) if self._draws else None
-        return torch_random, buffers, numbers, drawn
+    def _copy_state(self) -> _AttemptState:
+        return _AttemptState(
+            self._keeper.keep(),
+            (random.getstate(), np.random.get_state()) if self._own else None,
+            get_random_state(self._device) if self._draws else None,
+        )
 
-    @torch.no_grad()
-    def _restore(self, state: tuple[Any, ...]) -> None:
-        torch_random, buffers, numbers, drawn = state
-        if torch_random is not None:
-            set_random_state(self._device, torch_random)
-        for layer, name, buffer, kept in buffers:
-            buffer.copy_(kept)
-            layer._buffers[name] = buffer
-        for layer, name, number in numbers:
-            setattr(layer, name, number)
-        if drawn is not None:
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
+    def _restore(self, state: _AttemptState) -> None:
+        state.kept.restore()
+        if state.torch_random is not None:
+            set_random_state(self._device, state.torch_random)
+        if state.random is not None:
+            random.setstate(state.random[0])
+            np.random.set_state(state.random[1])
+
+
+class _AttemptState(NamedTuple):
+    """What an attempt begins with."""
+
+    kept: KeptState
+    random: tuple[Any, Any] | None  # states of Python's and numpy's
+    torch_random: list[Tensor] | None
 
 
 def extract_message(error: BaseException) -> str:

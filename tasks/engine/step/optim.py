@@ -2,17 +2,18 @@
 those of torch.optim with fused=True, directly, since the first step of a torch.optim optimizer
 imports the compiler, which costs about two seconds at every start. Other classes of
 torch.optim, and optimizers and schedules of the user's own, are called as they are, never
-replayed from a graph nor forecast. It refuses a setting that a class does not take, and a
-class whose steps need a closure.
+replayed from a graph nor forecast. One whose steps compute gradients anew, as SAM's, is given a
+closure that does. It refuses a setting that a class does not take.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, BestMetric, GroupConfig, OptimConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, extract_message
 
+Closure = Callable[[], Tensor]
+
 
 class Optimizer:
     """Holds parameters, their gradients and their state; keeps GradScaler's contract for fused
@@ -36,6 +39,7 @@ class Optimizer:
     # GradScaler then sets .grad_scale and .found_inf before step() and deletes them after it, so
     # that a step with infinite gradients is skipped by the kernel, without a wait of the host.
     _step_supports_amp_scaling = True
+    needs_closure = False  # whether a step computes gradients anew, as SAM's does
 
     def __init__(
         self,
@@ -111,10 +115,11 @@ class Optimizer:
         for p in self.params:
             p.grad = None
 
-    def step(self) -> None:
-        """Take a step. One whose average found no memory is not taken again."""
+    def step(self, closure: Closure | None = None) -> None:
+        """Take a step. One whose average found no memory is not taken again. closure: computes
+        gradients and loss of the batch anew; for those that need it."""
         if not self._is_taken:
-            self._take_step()
+            self._take_step(closure)
         if self._average is not None:
             self._is_taken = True
             self._update_averages(self._average)
@@ -127,7 +132,7 @@ class Optimizer:
         else:  # the first are the parameters themselves, as AveragedModel has it
             self.averages = [p.detach().clone() for p in self.params]
 
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Closure | None) -> None:
         raise NotImplementedError
 
     def list_state_tensors(self) -> list[Tensor]:
@@ -214,7 +219,7 @@ class AdamW(Optimizer):
         self.steps: list[Tensor] = []
 
     @torch.no_grad()
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Closure | None) -> None:
         if not self.means:
             # Made at the first step, when the activations are gone: the peak is lower by as much.
             means = [torch.zeros_like(p) for p in self.params]
@@ -303,7 +308,7 @@ class Sgd(Optimizer):
         self.momenta: list[Tensor] = []
 
     @torch.no_grad()
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Closure | None) -> None:
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
             self.momenta, self._groups = [torch.zeros_like(p) for p in self.params], None
@@ -519,10 +524,16 @@ class TorchOptimizer(Optimizer):
     _step_supports_amp_scaling = False
 
     def __init__(
-        self, inner: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], *, lr: float
+        self,
+        inner: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        needs_closure: bool = False,
     ) -> None:
         super().__init__(parameters, lr=lr, weight_decay=0.0)
-        self._inner, self._peak = inner, lr
+        self._inner, self._peak, self.needs_closure = inner, lr, needs_closure
+        self._is_torchs = type(inner).__module__.startswith("torch.optim.")
         self._rates = [group["lr"] for group in inner.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -530,42 +541,57 @@ class TorchOptimizer(Optimizer):
         for group, rate in zip(self._inner.param_groups, self._rates, strict=True):
             group["lr"] = rate * (lr / self._peak)
 
-    def _take_step(self) -> None:
+    def _take_step(self, closure: Closure | None) -> None:
         """Take a step whole or not at all, where memory runs out in it.
 
         Raises torch.OutOfMemoryError where all is as before it, and MemoryExhausted where a part of
-        it is done and cannot be undone.
+        it is done and cannot be undone. What a step of another's writes by `.data` or keeps beside
+        its state is not seen, so that it is never taken again.
         """
-        before = _StepBackup(self._inner, self.params)
+        before = _StepBackup(self._inner, self.params) if self._is_torchs else None
         failure = ""
         try:
-            self._inner.step()
+            self._inner.step() if closure is None else self._inner.step(cast(Any, closure))
+        except MemoryExhausted:
+            raise  # within the closure, which tells more
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
             failure = extract_message(error)
         if not failure:
             return
-        if not before.restore():
-            raise MemoryExhausted(
-                MemoryFailure(
-                    f"{failure} (a part of the step of {_get_class_name(self._inner)} was done)",
-                    "optimizer",
-                )
-            )
-        raise torch.OutOfMemoryError(failure)
+        if before is not None and before.restore():
+            raise torch.OutOfMemoryError(failure)
+        done = "a part of the step of" if before is not None else "it is not known what a step of"
+        verb = "was done" if before is not None else "has done by then"
+        why = f"it was not tried again: {done} {_get_class_name(self._inner)} {verb}"
+        raise MemoryExhausted(MemoryFailure(failure, "optimizer", unrepeated=why))
+
+    def _find_within(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers that this one is made of, as SAM and Lookahead are, by name."""
+        held = vars(self._inner).items()
+        return {name: o for name, o in held if isinstance(o, torch.optim.Optimizer)}
 
     def list_state_tensors(self) -> list[Tensor]:
-        states = self._inner.state.values()
-        kept = [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
-        return [*kept, *self.averages]
+        inner = (self._inner, *self._find_within().values())
+        states = [state for o in inner for state in o.state.values()]
+        kept = {id(t): t for state in states for t in state.values() if isinstance(t, Tensor)}
+        return [*kept.values(), *self.averages]
 
     def state(self) -> Any:
-        return self._inner.state_dict() | self._keep_averages()
+        within = {name: other.state_dict() for name, other in self._find_within().items()}
+        kept = {"within": within} if within else {}
+        return self._inner.state_dict() | kept | self._keep_averages()
 
     def restore(self, state: Any) -> None:
         self._restore_averages(state)
+        within = self._find_within()
+        shares = [o for o in within.values() if o.param_groups is self._inner.param_groups]
+        for name, kept in state.get("within", {}).items():
+            within[name].load_state_dict(kept)
         self._inner.load_state_dict(state)
+        for other in shares:  # the rates of one are those of the other
+            other.param_groups = self._inner.param_groups
         for p, kept in self._inner.state.items():
             kept |= {
                 k: shard_like(v, p) for k, v in kept.items() if getattr(v, "shape", 0) == p.shape
@@ -648,17 +674,25 @@ def make_torch_optimizer(
     if told:
         raise ConfigError(f"optim.name: {o.name} raised: {told}; choose another, or mend it")
     _refuse_unusable(inner, o.name)
-    return TorchOptimizer(inner, params, lr=o.lr)
+    return TorchOptimizer(
+        inner, params, lr=o.lr, needs_closure=own and _needs_closure(factory, given)
+    )
 
 
-def check_optimizer(o: OptimConfig, *, steps: int, epochs: int) -> None:
+def check_optimizer(o: OptimConfig, *, steps: int, epochs: int, precision: str = "fp32") -> None:
     """Try the optimizer on a small matrix and a bias, and the schedule at its ends. Raises
     ConfigError, also for a schedule that a run of so many steps and epochs has no room for."""
     if o.name not in FUSED:
         for group in (GroupConfig(), *o.groups.values()):
             weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+            taken = weights[:1] if o.name in MATRICES_ONLY else weights
             own = {id(weights[0]): group}
-            make_torch_optimizer(o, weights, undecayed=weights[1:], groups=own)
+            made = make_torch_optimizer(o, taken, undecayed=weights[1:], groups=own)
+        if made.needs_closure and precision == "fp16":
+            raise ConfigError(
+                f"train.precision: fp16 scales gradients, and the steps of {o.name} compute them "
+                "anew, unscaled; choose bf16 or fp32"
+            )
     if is_import_path(o.schedule):
         rate = make_schedule(o, steps=steps)
         for step in (0, steps - 1):
@@ -722,9 +756,56 @@ def _refuse_unusable(inner: Any, name: str) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         got = type(inner).__name__
         raise ConfigError(f"optim.name: {name} must give a torch.optim.Optimizer (got a {got})")
-    closure = inspect.signature(inner.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if isinstance(inner, torch.optim.LBFGS):
         raise ConfigError(
-            f"optim.name: the steps of {name} need a closure that computes the loss anew, and "
-            "batches here are seen once; choose another"
+            f"optim.name: the steps of {name} search along a line of the loss of all rows, and "
+            "batches here are other ones each time; choose another"
+        )
+
+
+def _needs_closure(factory: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    """Return whether a step on a small matrix and a bias fails without a closure that computes the
+    gradients anew, and not with one, as those of SAM do."""
+
+    def can_step(*, with_closure: bool) -> bool:
+        weights = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+
+        def compute_gradients() -> Tensor:
+            for p in weights:
+                p.grad = None
+            loss = torch.stack([p.square().sum() for p in weights]).sum()
+            loss.backward()
+            return loss
+
+        compute_gradients()
+        try:
+            inner = factory([{"params": weights}], **given)
+            inner.step(compute_gradients) if with_closure else inner.step()
+        except Exception:  # what it lacks it says in many ways; a real step tells all others
+            return False
+        return True
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return not can_step(with_closure=False) and can_step(with_closure=True)
+
+
+MATRICES_ONLY = ("Muon",)
+
+
+def refuse_parameters(o: OptimConfig, model: nn.Module) -> None:
+    """Raises ConfigError where the optimizer takes matrices only, and the model trains others."""
+    if o.name not in MATRICES_ONLY:
+        return
+    others = [
+        f"{name} {tuple(p.shape)}"
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.dim() != 2
+    ]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise ConfigError(
+            f"optim.name: {o.name} trains matrices only (got {', '.join(others[:3])}{more}); "
+            "freeze these by model.freeze, or name an optimizer of your own that gives them to "
+            "another"
         )

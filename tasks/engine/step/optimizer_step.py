@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -73,7 +74,10 @@ class Step:
         if norm or self.clip_norm is not None:
             self.micro.retry_once(self._unscale)
             grad_norm = self.micro.retry_once(self._compute_grad_norm)
-        self.micro.retry_once(self._update)
+        update = self._update
+        if self.optimizer.needs_closure:
+            update = partial(self._update, partial(self._compute_again, x, y))
+        self.micro.retry_once(update)
         self.scaler.update()
         self.mark("optimizer")
         return StepOutcome(loss, grad_norm)
@@ -126,9 +130,19 @@ class Step:
         retries, and events of a clock."""
         return replace(self, micro=SingleAttempt(self.micro.rows), mark=_ignore_phase)
 
-    def _update(self) -> None:
+    def _compute_again(self, x: Any, y: Any) -> Tensor:
+        """Return the loss of the same batch, with the weights of now; gradients are its own."""
+        loss = self.micro.fit(self.compute_gradients, (x, y))
+        if self.clip_norm is not None:
+            self._compute_grad_norm()
+        return loss
+
+    def _update(self, closure: Callable[[], Tensor] | None = None) -> None:
         try:
-            self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+            if closure is None:
+                self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+            else:
+                self.optimizer.step(closure)  # a scaler takes none: fp16 was refused
         finally:
             # Left behind by a step that failed, they would be multiplied into the next one's.
             self.optimizer.forget_scale()

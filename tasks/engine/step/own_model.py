@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,28 +20,33 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
+from tasks.engine.base.python_state import keep_python_state
+from tasks.engine.batches.dataloaders import TargetConverter
+from tasks.engine.data.preparation import load_arrays
 from tasks.engine.diagnosis import failed_step
 from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models import builtin
 from tasks.engine.models.parameter_patterns import freeze_parameters
-from tasks.engine.models.user_model import NoOutputsError, construct_model, make_own_forward
+from tasks.engine.models.user_model import (
+    NoOutputsError,
+    TakesLoss,
+    construct_model,
+    make_own_forward,
+)
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import ModelConfig, TrainConfig
-from tasks.engine.step.losses import (
-    check_loss,
-    choose_count,
-    find_label_count,
-    has_own_loss,
-    is_additive,
-    make_loss,
-)
-from tasks.engine.step.micro_batches import ChangeFinder, StateChanges
-from tasks.engine.step.optimizer_step import Count
+from tasks.engine.settings.run_config import TASK_METRICS, ModelConfig, TrainConfig
+from tasks.engine.step import averaging
+from tasks.engine.step.averaging import Averaging
+from tasks.engine.step.losses import check_loss, find_own_functions, find_own_loss, make_loss
+from tasks.engine.step.optimizer_step import Loss
+from tasks.engine.step.state_changes import ChangeFinder, StateChanges
 
 CPU = torch.device("cpu")
 EVAL_ROWS = 3
+# Under which the configuration of a transformers model tells labels that its loss skips.
+SKIPPED_LABELS = ("pad_token_id", "semantic_loss_ignore_index")
 LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
@@ -51,21 +58,46 @@ class ModelCheck:
     weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
     changes: StateChanges = StateChanges()  # of a training step
-    of_labels: Count | None = None  # over what a loss that the model gives is the mean
-    adds_up: bool = True  # whether the loss of a batch is that of its parts
+    judged: StateChanges = StateChanges()  # of an evaluation
+    averaging: Averaging = Averaging()  # of a loss of the user's own, or of the model itself
+    task: str = ""  # own, where the outputs have no shape for the figures of the data's task
 
 
-def make_sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
-    """Return inputs and targets as batches of this data hold them, all zeros."""
+def make_sample(data: DataFacts, rows: int, *, is_own: bool = False) -> tuple[Any, Any]:
+    """Return inputs and targets of rows to train on, on the host, as batches of this data hold
+    them: the first of a loader, and some of all that are prepared.
+
+    is_own: for a loss of the user's own, which takes targets as a loader gives them. Where there
+    are fewer rows, the last is repeated; where none are at hand, they are drawn.
+    """
+    if data.first_rows is not None:
+        x, y = nested.unpack_rows(data.first_rows, rows)
+        return x, TargetConverter(data.task, data.outputs, "training", is_own)(y, 1)
     if data.batch is not None:
-        return nested.make_zeros(data.batch, rows, device=device)
+        return nested.make_zeros(data.batch, rows, device=CPU)
+    if Path(data.folder).is_dir():
+        arrays = load_arrays(data)
+        chosen = np.linspace(0, len(arrays.train_x) - 1, rows).round().astype(np.int64)
+        x, y = (_take_rows(part, chosen) for part in (arrays.train_x, arrays.train_y))
+        return x, y
+    return _draw_rows(data, rows)
+
+
+def _take_rows(array: np.ndarray, chosen: np.ndarray) -> Tensor:
+    rows = np.ascontiguousarray(array[chosen])
+    return torch.from_numpy(rows.astype(np.int64 if rows.dtype.kind in "iu" else np.float32))
+
+
+def _draw_rows(data: DataFacts, rows: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
     if data.task == "tokens":
-        tokens = torch.zeros(rows, *data.input_shape, dtype=torch.int64, device=device)
-        return tokens, torch.zeros_like(tokens)
-    x = torch.zeros(rows, *data.input_shape, device=device)
+        shape = rows, data.input_shape[0] + 1
+        tokens = torch.randint(min(1, data.outputs - 1), data.outputs, shape, generator=draw)
+        return tokens[:, :-1], tokens[:, 1:]
+    x = torch.randn(rows, *data.input_shape, generator=draw)
     if data.task == "classification":
-        return x, torch.zeros(rows, dtype=torch.int64, device=device)
-    return x, torch.zeros(rows, data.outputs, device=device)
+        return x, torch.arange(rows) % data.outputs
+    return x, torch.rand(rows, data.outputs, generator=draw).round()
 
 
 def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
@@ -76,7 +108,11 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
     name, args = settings.name, settings.args
     if not is_import_path(name):
         model = builtin.build_model(
-            name, input_shape=data.input_shape, outputs=data.outputs, args=args
+            name,
+            input_shape=data.input_shape,
+            outputs=data.outputs,
+            args=args,
+            times=None if data.times is None else asdict(data.times),
         )
         freeze_parameters(model, settings.freeze)
         return model
@@ -86,7 +122,7 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # all optimizers take dense gradients, which are as large
     if any(isinstance(p, LAZY) for p in (*model.parameters(), *model.buffers())):
-        _run_forward(model, *make_sample(data, 2, device=CPU), name)
+        _run_forward(model, *make_sample(data, 2), name)
     freeze_parameters(model, settings.freeze)
     return model
 
@@ -98,12 +134,17 @@ def check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> M
     Of a model of the user's own the last result is kept, in plain values: a flow checks before
     a run is opened and again in training.
     """
+    with keep_python_state(find_own_functions(train).values()):
+        return _check_model(settings, train, data)
+
+
+def _check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
     name = settings.name
     if not is_import_path(name):
         return _check_builtin_model(settings, train, data)
     factory = import_callable(name, setting="model.name", refusal=ModelError)
     facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
-    facts.append(data.train_rows)
+    facts += [data.train_rows, data.fingerprint, nested.hash_rows(data.first_rows)]
     said = [settings.model_dump(), train.model_dump(), facts]
     try:
         return _check_own_model(
@@ -131,15 +172,16 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
     )
     loss = make_loss(train, data, CPU)
     if is_import_path(train.loss) or train.metrics:
-        x, y = make_sample(data, 2, device=CPU)
+        x, y = make_sample(data, 2, is_own=is_import_path(train.loss))
         with torch.no_grad():
             model = build_model_on_host(settings, data)
             outputs = model(x)
-        finder = ChangeFinder(model, y)
-        writes = check_loss(train, loss, outputs, y)
-        is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
+        finder = ChangeFinder(model, y, find_own_functions(train))
+        with finder.watch():
+            writes = check_loss(train, loss, outputs, y)
         changes = finder.find_changes(writes)
-        return ModelCheck(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
+        asked = _ask_own_loss(train, loss, outputs, data)
+        return ModelCheck(work, weights_bytes, data.outputs, changes, changes, asked)
     return ModelCheck(work, weights_bytes, data.outputs)
 
 
@@ -153,6 +195,11 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
             f"model.name: {name} takes one {'int64' if wanted == 'int' else wanted} tensor, and "
             f"the batches of {data.source} hold {what}; convert it there, or name a model of your "
             "own"
+        )
+    if data.task == "own":
+        raise ModelError(
+            f"model.name: {name} gives one answer a row, and nothing says that the targets of "
+            f"{data.source} are one (data.task is own); name a model of your own"
         )
     if not data.outputs:
         raise ModelError(
@@ -181,11 +228,11 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     name = settings.name
     model = build_model_on_host(settings, data)
     _refuse_untrainable(model, name)
-    x, y = make_sample(data, 2, device=CPU)
-    own_loss = has_own_loss(train)
-    finder = ChangeFinder(model, (x, y))
+    x, y = make_sample(data, 2, is_own=is_import_path(train.loss))
+    own_loss = find_own_loss(train, data)
+    finder = ChangeFinder(model, (x, y), find_own_functions(train))
     before = set(model.state_dict())
-    with builtin.count_multiply_adds(model) as work:
+    with finder.watch(), builtin.count_multiply_adds(model) as work:
         outputs = _run_forward(model, x, y, name, takes_loss=own_loss)
     if made := sorted(set(model.state_dict()) ^ before):
         raise ModelError(
@@ -193,15 +240,23 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
             "so that a model built anew could not load its weights; make it in __init__, by "
             "register_buffer or as an nn.Parameter, of the shape that it will have"
         )
-    wide = _refuse_misshapen(outputs, y, data, name)
+    task, wide = _find_figures(
+        outputs, y, data, train, lambda: make_own_forward(model, takes_loss=own_loss)(x)[1], name
+    )
     loss = make_loss(train, data, CPU)
-    writes = check_loss(train, loss, outputs, y)
-    is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
+    with finder.watch():
+        writes = check_loss(train, loss, outputs, y)
     changes = finder.find_changes(writes)
-    _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    asked = _ask_own_loss(train, loss, outputs, data)
+    shown, _ = make_sample(data, EVAL_ROWS)
+    finder = ChangeFinder(model, shown)
+    row = None if task == "own" else tuple(outputs.shape[1:])
+    with finder.watch():
+        _refuse_otherwise_in_eval(model, shown, name, row, takes_loss=own_loss)
+    judged = changes.replace_model(finder.find_changes())
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
-        _run_forward(model.train(), *make_sample(data, 1, device=CPU), name)
+        _run_forward(model.train(), *make_sample(data, 1), name)
     if own_loss and train.label_smoothing:
         _, given = make_own_forward(model, takes_loss=True)(x)
         if given is not None:
@@ -209,10 +264,39 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
                 f"train.label_smoothing: has no meaning with the loss that {name} computes itself; "
                 "drop it, or set train.loss to cross_entropy"
             )
-    of_labels = None
-    if own_loss and isinstance(x, Mapping) and "labels" in x:
-        of_labels = find_label_count(make_own_forward(model.eval(), takes_loss=True), x, y)
-    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, of_labels, is_sum)
+    if own_loss is TakesLoss.ALWAYS or (own_loss and isinstance(x, Mapping) and "labels" in x):
+        asked = _ask_model(model.eval(), own_loss, data)
+    size = builtin.count_bytes(model)
+    return ModelCheck(sum(work) // 2, size, wide, changes, judged, asked, task)
+
+
+def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFacts) -> Averaging:
+    """Return over what a train.loss of the user's own is the mean. outputs: of some rows; others
+    are drawn in their shape, since those of new weights are next to equal. Raises ConfigError."""
+    if not is_import_path(train.loss):
+        return Averaging()
+    _, y = make_sample(data, averaging.ROWS, is_own=True)
+    draw = torch.Generator().manual_seed(0)
+    drawn = torch.rand((averaging.ROWS, *outputs.shape[1:]), generator=draw).to(outputs.dtype)
+    own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
+    told = averaging.find_told_count(own)
+    if told is not None:
+        with torch.no_grad():
+            value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))
+        averaging.check_told_count(told, y, value, path=train.loss)
+    return averaging.find_averaging(loss, drawn, y, told=told)
+
+
+def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
+    """Return over what the loss is the mean that the model itself gives."""
+    forward = make_own_forward(model, takes_loss=own_loss)
+    config = getattr(model, "config", None)
+    named = [getattr(config, name, None) for name in SKIPPED_LABELS]
+    return averaging.find_averaging(
+        lambda x, y: forward(x)[1],
+        *make_sample(data, averaging.ROWS),
+        paddings=tuple(label for label in named if isinstance(label, int)),
+    )
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
@@ -226,7 +310,7 @@ def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
 
 
 def _run_forward(
-    model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False
+    model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: TakesLoss | bool = False
 ) -> Tensor:
     """Return the outputs for these rows. Raises ModelError with the line that failed."""
     try:
@@ -329,6 +413,38 @@ def _refuse_untrainable(model: nn.Module, name: str) -> None:
             )
 
 
+def _find_figures(
+    outputs: Tensor,
+    y: Any,
+    data: DataFacts,
+    train: TrainConfig,
+    compute_loss: Callable[[], Tensor | None],
+    name: str,
+) -> tuple[str, int]:
+    """Return the data's task, or own where the outputs do not go with the targets, as those of a
+    model that gives its loss itself need not; and their width. compute_loss: the model's own.
+
+    Raises ModelError where there is no loss for them, and ConfigError for a figure that there is
+    not."""
+    told = (
+        f"model.name: {name} gives no loss, and the batches of {data.source} tell no task; let it "
+        "return one as `loss`, or set train.loss to a function of yours"
+    )
+    if data.task != "own":
+        try:
+            return data.task, _refuse_misshapen(outputs, y, data, name)
+        except ModelError as error:
+            told = str(error)
+    if (data.task != "own" or not is_import_path(train.loss)) and compute_loss() is None:
+        raise ModelError(told)
+    if train.best.name in TASK_METRICS[data.task] and train.best.name != "val/loss":
+        raise ConfigError(
+            f"train.best_metric: {train.best.name} needs outputs of the shape of the labels, and "
+            f"{name} gives {tuple(outputs.shape)} for two rows; choose val/loss"
+        )
+    return "own", outputs.shape[-1] if outputs.dim() > 1 else 1
+
+
 def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> int:
     """Return the width of the outputs. Raises ModelError where it is not what is learnt."""
     got = tuple(outputs.shape)
@@ -340,7 +456,7 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
     if data.task == "regression":
         expected = tuple(y.shape) if isinstance(y, Tensor) else got
         return _check_shape(got, expected, rule) or data.outputs
-    leading = (2, *data.input_shape) if data.task == "tokens" else (2,)
+    leading = tuple(y.shape) if data.task == "tokens" else (2,)
     if not data.outputs:
         if len(got) != len(leading) + 1 or got[:-1] != leading:
             told = ", ".join(map(str, (*leading, "classes")))
@@ -353,17 +469,25 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
 
 
 def _refuse_otherwise_in_eval(
-    model: nn.Module, data: DataFacts, name: str, shape: tuple[int, ...], *, takes_loss: bool
+    model: nn.Module,
+    x: Any,
+    name: str,
+    shape: tuple[int, ...] | None,
+    *,
+    takes_loss: TakesLoss | bool,
 ) -> None:
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
-    then. shape: of a row in training. Of three rows, since two may be as many as there are
-    outputs."""
-    x, _ = make_sample(data, EVAL_ROWS, device=CPU)
-    expected, told = (EVAL_ROWS, *shape), ""
+    then. x: EVAL_ROWS rows, since two may be as many as there are outputs; shape: of a row in
+    training; None where it may be any."""
+    expected, told = (EVAL_ROWS, *(shape or ())), ""
+    forward = make_own_forward(model.eval(), takes_loss=takes_loss)
     try:
         with torch.inference_mode():
-            got = tuple(make_own_forward(model.eval(), takes_loss=takes_loss)(x)[0].shape)
-        if got != expected:
+            got = tuple(forward(x)[0].shape)
+            if shape is not None and got != expected:  # as where it goes by the longest of the rows
+                model.train()
+                expected = tuple(forward(x)[0].shape)
+        if shape is not None and got != expected:
             told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:
         if is_oom(error):

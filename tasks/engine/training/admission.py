@@ -69,18 +69,22 @@ def admit_training(
     """
     config, device = plan.settings, plan.device
     rows = min(plan.micro_batch, past_micro_batch or config.train.batch_size)
+    learnt = ""
+    if rows < plan.micro_batch:
+        learnt = f"begins with micro-batches of {rows} rows, with which a run alike ended; "
     is_bounded = device.kind != "cpu" or host_memory.find_limit_bytes() is not None
     if not is_bounded and config.memory.limit_mib is None:
-        return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
+        why = "a cpu without memory.limit_mib gives what it has"
+        return Admission(None, "", rows, learnt + why)
     if is_shared_out or config.memory.recompute:  # a forecast would ask for too much
         how = "shared out" if is_shared_out else "computed again"
-        return Admission(None, "", rows, f"what is {how} is not forecast")
+        return Admission(None, "", rows, f"{learnt}what is {how} is not forecast")
     # A limit is the whole process's: what it holds from before is not for this training.
     held_bytes = make_allocator(torch.device(device.name)).read().get("reserved", 0)
     asked = _MemoryRequest(plan, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
     untold = asked.describe_unforeseeable()
     if untold is not None:
-        return Admission(None, "", rows, untold)
+        return Admission(None, "", rows, learnt + untold)
     asked.refuse_hopeless_limit()
     until = now() + config.memory.wait_s
     is_told = False
@@ -89,7 +93,7 @@ def admit_training(
         room = compute_room_bytes(config.memory.limit_mib, now_free, held_bytes=held_bytes)
         admission = asked.find_fitting(room)
         if admission is not None:
-            return admission
+            return replace(admission, reason=learnt + admission.reason)
         # Where all of the device is too little, or a limit is, nothing is gained by waiting.
         is_hopeless = asked.forecast(1).needed_bytes > asked.most_bytes
         if now() >= until or is_hopeless:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.distributed.sharding import recompute_activations
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TASK_METRICS, TOP5
 from tasks.engine.step import optim, own_model
@@ -16,7 +17,7 @@ from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
 
 # They work on whole parameters, and PyTorch has no way to share that out.
-NOT_SHARED = ("Adafactor", "Rprop")
+NOT_SHARED = ("Adafactor", "Muon", "Rprop")
 
 
 @forbid_exit
@@ -33,7 +34,9 @@ def check_training(plan: Plan) -> ModelCheck:
         )
     if config.train.until is not None:
         compute_end_time(config.train.until, time.time())
-    optim.check_optimizer(config.optim, steps=plan.steps, epochs=plan.epochs)
+    optim.check_optimizer(
+        config.optim, steps=plan.steps, epochs=plan.epochs, precision=plan.precision
+    )
     _refuse_evaluations(plan)
     checked = own_model.check_model(config.model, config.train, data)
     if config.train.batch_size > data.train_rows:
@@ -51,13 +54,12 @@ def check_training(plan: Plan) -> ModelCheck:
             f"optim.name: {config.optim.name} cannot train a model that is shared out "
             "(train.parallel is fsdp); choose another, or ddp"
         )
-    if config.optim.groups or config.memory.recompute:
+    is_choosy = config.optim.name in optim.MATRICES_ONLY
+    if config.optim.groups or config.memory.recompute or is_choosy:
         model = own_model.build_model_on_host(config.model, data)
         optim.find_groups(config.optim, model)
+        optim.refuse_parameters(config.optim, model)
         if config.memory.recompute:
-            # torch.distributed.fsdp costs a second.
-            from tasks.engine.distributed.sharding import recompute_activations
-
             recompute_activations(model)
     return checked
 

@@ -8,9 +8,11 @@ are known.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ from tasks.engine.accounts.phases import Watched
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.import_paths import describe_error, is_import_path
+from tasks.engine.base.python_state import keep_python_state
 from tasks.engine.base.scores import KeptRows, shrink_classes
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
@@ -34,7 +37,7 @@ from tasks.engine.batches.dataset_batches import (
 from tasks.engine.batches.prefetch import find_dtype
 from tasks.engine.data.preparation import load_arrays
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
-from tasks.engine.memory.allocation_log import LIBRARIES, MIB, AllocationLog
+from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.memory.simulated_allocator import (
@@ -53,7 +56,7 @@ from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
-from tasks.engine.step.losses import make_loss
+from tasks.engine.step.losses import find_own_functions, make_loss
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Plan
@@ -232,6 +235,7 @@ class PhasePeaks:
     # Bytes, by the phase after which the first product of matrices takes them.
     workspaces: dict[str, list[int]]
     training: int = 0  # of the events, those before the last evaluation
+    marks: list[tuple[str, int]] = field(default_factory=list)  # phases, and the events by then
     phases: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     _most: int = 0
@@ -252,12 +256,17 @@ class PhasePeaks:
         self.ledger.end_phase(phase)
         self._due += self.workspaces.pop(phase, ())
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
+        self.marks.append((phase, len(self.events)))
         self.ledger.reset_peak()
 
     def copy(self) -> PhasePeaks:
         """Return a copy that later marks do not change."""
         return replace(
-            self, events=list(self.events), phases=dict(self.phases), owners=dict(self.owners)
+            self,
+            events=list(self.events),
+            marks=list(self.marks),
+            phases=dict(self.phases),
+            owners=dict(self.owners),
         )
 
     def settle(self) -> None:
@@ -290,6 +299,11 @@ def make_peaks(device: torch.device, facts: DeviceFacts) -> PhasePeaks:
 
 def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
     """Run a training without bytes. own: the model, where it is the user's; else it is built."""
+    with keep_python_state(find_own_functions(plan.settings.train).values()):
+        return _run_dry_training(plan, micro_batch, own)
+
+
+def _run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
     settings, data, facts = plan.settings, plan.data, plan.device
     device = choose_device(plan.torch_device)
     peaks = make_peaks(device, facts)
@@ -374,6 +388,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
             input_shape=data.input_shape,
             outputs=data.outputs,
             args=settings.args,
+            times=None if data.times is None else asdict(data.times),
         )
     freeze_parameters(model, settings.freeze)
     if build.takes_channels_last(settings.name, model):
@@ -440,7 +455,7 @@ def _evaluate_batches(
     caches, then the last one, which may have fewer rows; what a regression keeps of all."""
     peaks.training = len(peaks.events)
     data, train = plan.data, plan.settings.train
-    forward = build.choose_forward(plan.settings.model.name, train)(model)
+    forward = build.choose_forward(plan.settings.model.name, train, data)(model)
     model.eval()
     kept = KeptRows(data.task, data.val_rows)
     whole, rest = divmod(data.val_rows, most)
@@ -509,6 +524,22 @@ class UnforeseeableMemory(ValueError):
     without the bytes of its tensors, or an optimizer whose state is not known."""
 
 
+@contextmanager
+def prepare_fake_tensors() -> Iterator[None]:
+    """What cannot run without bytes is told by its error, and not by PyTorch's log too; and padded
+    rows stay so in an evaluation: the nested tensors that its own layers make of them have no
+    shape."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, is_fast = log.level, torch.backends.mha.get_fastpath_enabled()
+    log.setLevel(logging.CRITICAL)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
 def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast:
     """Return the memory of this training. micro_batch: rows; as train.accumulate says where None.
 
@@ -536,7 +567,8 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
         setting, theirs = ("model.name", config.model.name)
     untold = None
     try:
-        with FakeTensorMode(allow_non_fake_inputs=is_import_path(theirs)):
+        mode = FakeTensorMode(allow_non_fake_inputs=is_import_path(theirs))
+        with prepare_fake_tensors(), mode:
             dry = run_dry_training(plan, rows, own)
     except Exception as error:
         if not is_import_path(theirs):
@@ -545,7 +577,7 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
     if untold is not None:
         raise UnforeseeableMemory(
             f"{setting}: what {theirs} will take cannot be told beforehand ({untold}); "
-            "it needs the values of its inputs"
+            "it needs more than the shapes of its inputs"
         )
     told = make_forecast(dry.plain, dry.parameter_bytes, device, rows)
     if dry.convolves and device.kind == "cuda" and torch.backends.cudnn.enabled:
@@ -563,10 +595,15 @@ def make_forecast(
         phase: most + (0 if phase == SETUP else libraries_bytes)
         for phase, most in peaks.phases.items()
     }
+    if device.kind in POOLED:
+        phases = _count_blocks(peaks)
     phase = max(phases, key=lambda name: phases[name])
     owners = dict(peaks.owners)
     if libraries_bytes:
         owners[LIBRARIES] = owners.get(LIBRARIES, 0) + libraries_bytes
+    beside_bytes = phases[phase] - sum(owners.values())  # in blocks, and in no tensor
+    if beside_bytes > 0:
+        owners[REST] = owners.get(REST, 0) + beside_bytes
     needed_bytes = max(most for phase, most in phases.items() if phase != EVALUATION)
     reserved_bytes = None
     if device.kind in POOLED:
@@ -593,6 +630,19 @@ def make_forecast(
         rows,
         note,
     )
+
+
+def _count_blocks(peaks: PhasePeaks) -> dict[str, int]:
+    """Return the most that the allocator counts as held in each phase: whole blocks, of which those
+    above 1 MiB are up to 1 MiB larger than their tensors, where such a rest is not split off."""
+    found: dict[str, int] = {}
+    allocator, begin = SimulatedAllocator(), 0
+    for phase, end in peaks.marks:
+        allocator.peak_allocated = allocator.allocated
+        allocator.follow(peaks.events[begin:end])
+        found[phase] = max(found.get(phase, 0), allocator.peak_allocated)
+        begin = end
+    return found
 
 
 def find_largest_micro_batch(plan: Plan, room_bytes: float) -> int | None:

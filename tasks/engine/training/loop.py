@@ -8,6 +8,7 @@ no step is ever cut.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -17,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
+from tasks.engine.base.figures import UNLOGGED
 from tasks.engine.base.nested import count_rows
-from tasks.engine.base.scores import UNLOGGED, ConfusionCells
+from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.base.units import format_seconds
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
@@ -311,7 +313,9 @@ def compute_end_time(until: str, now_s: float) -> float:
 
 def _find_unix_times(clock: datetime) -> list[float]:
     """Return when the clock of the host shows that: twice in the hour that comes twice. One that
-    is left out in spring is there when it would have been."""
-    found = {clock.replace(fold=fold).timestamp() for fold in (0, 1)}
+    is left out in spring is there when the clock passes over it."""
+    found = sorted(clock.replace(fold=fold).timestamp() for fold in (0, 1))
     shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
-    return shown or [clock.timestamp()]
+    between = range(int(found[0]), int(found[1]) + 1)
+    passed = bisect_left(between, True, key=lambda at: datetime.fromtimestamp(at) >= clock)
+    return shown or [float(between[passed])]

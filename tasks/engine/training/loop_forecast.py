@@ -38,6 +38,7 @@ from tasks.engine.training.forecast import (
     fake_model,
     make_forecast,
     make_peaks,
+    prepare_fake_tensors,
 )
 
 # MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
@@ -191,7 +192,7 @@ def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode:
+        with prepare_fake_tensors(), mode:
             model = step.make_model()
     except Exception:  # its constructor computes, so it is built with its memory
         model = step.make_model()
@@ -200,7 +201,7 @@ def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
     peaks = make_peaks(here, device)
     ledger = peaks.ledger
     try:
-        with mode, ledger:
+        with prepare_fake_tensors(), mode, ledger:
             model = fake_model(model, here)
             model.train()
             ledger.own("parameters", model.parameters())

@@ -136,6 +136,7 @@ class OomExplanation:
     fitted: int | None  # of the largest that did
     setting: str  # the one to change
     remedy: str
+    unrepeated: str = ""  # why it was not tried again
 
     @property
     def sentence(self) -> str:
@@ -152,6 +153,7 @@ class OomExplanation:
             owner, most = max(self.owners.items(), key=lambda item: item[1])
             share = f"{_format_size(most)} of {_format_size(sum(self.owners.values()))}"
             parts.append(f"most is held by {owner.replace('_', ' ')}: {share}")
+        parts += [self.unrepeated] if self.unrepeated else []
         return "; ".join([*parts, self.remedy])
 
     def to_json(self) -> str:
@@ -230,7 +232,7 @@ def find_setting(
     tried: Sequence[int],
 ) -> tuple[str, str]:
     """Return the setting to change first, and what may be done."""
-    if tried and min(tried) > 1 and phase != "optimizer":
+    if tried and min(tried) > 1 and phase not in ("optimizer", "eval"):
         parts = -(-config.train.batch_size // (min(tried) // 2))
         return (
             "train.accumulate",
@@ -336,6 +338,7 @@ def explain_failure(
         tried=failure.tried,
         fitted=failure.fitted,
     )
+    explanation = replace(explanation, unrepeated=failure.unrepeated)
     _write_explanation(explanation, folder)
     if phases is not None:
         title = f"Out of memory: {explanation.phase} of step {explanation.step}"

@@ -26,7 +26,7 @@ from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.models import predictor
 from tasks.engine.models.model_folder import save_model_folder
-from tasks.engine.models.user_model import OutputsOnly
+from tasks.engine.models.user_model import OutputsOnly, find_labels
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.training.training_parts import make_example, read_first_rows
 
@@ -50,6 +50,8 @@ def write_model(
     """Write the model to `folder`, with two rows as an example; return the warning about it,
     empty where there is none. Raises as check_reload does."""
     x = nested.map_tensors(read_first_rows(val), Tensor.clone)  # what predicts may write to it
+    if spec["task"] == "own":
+        spec = {**spec, "labels": find_labels(model, nested.map_tensors(x, Tensor.clone))}
     save_model_folder(model, spec, make_example(data, x), folder)
     return check_reload(model, x, folder, precision=precision)
 

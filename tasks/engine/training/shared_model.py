@@ -18,7 +18,13 @@ import torch
 from torch import nn
 
 from tasks.engine.distributed.ranks import Ranks, RestartableError
-from tasks.engine.distributed.sharding import ParallelModel
+from tasks.engine.distributed.sharding import (
+    ParallelModel,
+    ShardedModel,
+    gather_full_state,
+    recompute_activations,
+    shard_model,
+)
 from tasks.engine.memory import leaks
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.settings.run_config import TrainConfig
@@ -159,15 +165,11 @@ def build_model_on_device(plan: Plan, ranks: Ranks) -> nn.Module:
     device, recompute = plan.torch_device, plan.settings.memory.recompute
     model = make_model(plan.settings.model, plan.data, device)
     if is_shared_out(plan.settings.train, ranks):
-        from tasks.engine.distributed.sharding import shard_model
-
         model = shard_model(model, device=device, recompute=recompute)
         if (mesh := find_mesh(model)) is not None:
             leaks.ignore_tensor(mesh.mesh)  # in what PyTorch remembers of each operation
         return model
     if recompute:
-        from tasks.engine.distributed.sharding import recompute_activations
-
         recompute_activations(model)
     return model
 
@@ -188,8 +190,6 @@ def share_steps(
     """Return the model as a step of several processes calls it."""
     if find_mesh(model) is None:
         return ParallelModel(model, ranks, device=device, mark=mark)
-    from tasks.engine.distributed.sharding import ShardedModel
-
     return ShardedModel(model, ranks, device=device, mark=mark)
 
 
@@ -197,8 +197,6 @@ def gather_whole(model: nn.Module, plan: Plan, ranks: Ranks) -> nn.Module:
     """Return the model with all its weights, on the lead; all ranks call it."""
     if find_mesh(model) is None:
         return model
-    from tasks.engine.distributed.sharding import gather_full_state
-
     state = gather_full_state(model)
     if not ranks.is_lead:
         return model

@@ -23,13 +23,13 @@ from tasks.engine.accounts.throughput import (
 )
 from tasks.engine.base import scores
 from tasks.engine.base.facts import TrainFacts
+from tasks.engine.base.figures import ALIKE, UNLOGGED
 from tasks.engine.base.import_paths import forbid_exit
-from tasks.engine.base.scores import ALIKE, UNLOGGED
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import StateMismatch
-from tasks.engine.data.run_warnings import warn_of_results
+from tasks.engine.data.run_warnings import warn_of_results, warn_of_test
 from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
@@ -38,9 +38,10 @@ from tasks.engine.memory.leaks import survive_broken_device
 from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TrainConfig
+from tasks.engine.step.averaging import warn_of_parts
 from tasks.engine.step.build import describe_model
-from tasks.engine.step.evaluation import evaluate
-from tasks.engine.step.losses import warn_of_parts
+from tasks.engine.step.evaluation import BestWeights, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
@@ -249,7 +250,8 @@ class _Trained:
         accounts.lap(HELD)  # on a CPU it looks at every object that Python has
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
-            spec = describe_model(plan, outputs=checked.outputs)
+            task = checked.task or data.task
+            spec = describe_model(plan, logged, outputs=checked.outputs, task=task)
             moves = write_model(
                 logged, spec, data, self.val, order.folder / "model", precision=plan.precision
             )
@@ -300,7 +302,15 @@ class _Trained:
                     alike=alike,
                     best=plan.settings.train.best.name,
                 ),
-                *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
+                *warn_of_test(data, result.metrics, result.tested),
+                *warn_of_progress(plan.settings.train, result, parts.best),
+                *warn_of_parts(
+                    plan.settings.train,
+                    checked.averaging,
+                    model=plan.settings.model.name,
+                    micro_rows=least_rows,
+                    eval_rows=parts.find_eval_rows(self.val),
+                ),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
             ),
@@ -334,6 +344,19 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     # Explained apart from the error, which keeps what it came through.
     phases, folder = parts.accounts.phases, trained.order.folder
     raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+
+
+def warn_of_progress(
+    train: TrainConfig, result: TrainingResult, best: BestWeights
+) -> tuple[str, ...]:
+    """Return the warning where training was still getting better in its last evaluations."""
+    if result.stopped or result.stopped_early or not best.is_improving():
+        return ()
+    name, setting = train.best.name, "max_steps" if train.max_steps else "epochs"
+    return (
+        f"{name} was best at the end of {result.epochs} epochs and still getting better: it may "
+        f"not be done; raise train.{setting}",
+    )
 
 
 def _ignore_evaluation(metrics: dict[str, float]) -> None:

@@ -48,6 +48,7 @@ from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 from tasks.engine.memory.snapshot import Recorder
 from tasks.engine.models import predictor
+from tasks.engine.step.averaging import choose_count
 from tasks.engine.step.build import (
     Shared,
     choose_forward,
@@ -57,7 +58,12 @@ from tasks.engine.step.build import (
 )
 from tasks.engine.step.choose_step import EarlierTimings, TunedStep
 from tasks.engine.step.evaluation import BestWeights, Evaluator, choose_eval_rows
-from tasks.engine.step.losses import choose_count, load_own_metrics, make_loss, wrap_in_units
+from tasks.engine.step.losses import (
+    find_own_functions,
+    load_own_metrics,
+    make_loss,
+    wrap_in_units,
+)
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
@@ -233,6 +239,12 @@ class TrainingParts:
             **random,
         }
 
+    def find_eval_rows(self, val: Batches) -> int | None:
+        """Return the rows of the largest batch of an evaluation; None where one takes all rows."""
+        most = val.batch_size if isinstance(val, LoaderBatches) else len(val)
+        rows = min(self.evaluator.micro.rows, most)
+        return rows if rows < len(val) else None
+
     def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record. Call it before the model is
         freed."""
@@ -240,7 +252,8 @@ class TrainingParts:
             **self.accounts.measure_memory(),
             **self.tuned.verdict.make_metrics(),
             "memory/ooms_recovered": float(self.micro.recovered + self.evaluator.micro.recovered),
-            "memory/micro_batch": float(self.micro.rows),
+            # From here the next run alike takes the rows to begin with.
+            **({"memory/micro_batch": float(self.micro.rows)} if self.micro.is_learnt else {}),
         }
 
     def make_tags(self) -> dict[str, str]:
@@ -279,10 +292,10 @@ def build_parts(
         "model": model,
         "accounts": accounts.phases.accounts,
         "witness": _Witness(start.recorder, accounts.phases.meter),
-        "changes": start.checked.changes,
+        "beside": find_own_functions(train),
         "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
-    count = choose_count(train, data, of_labels=start.checked.of_labels)
+    count = choose_count(train, data, found=start.checked.averaging.count)
     micro_rows, together = start.micro_rows, Shared(weight=lambda: fed[0].weight)
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches
@@ -293,7 +306,14 @@ def build_parts(
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     if find_mesh(model) is not None:
         kind = of_eval = FixedMicroBatches
-    micro = kind(micro_rows, whole=here, what="training", give_back=fed[0].give_back, **shared)
+    micro = kind(
+        micro_rows,
+        whole=here,
+        what="training",
+        give_back=fed[0].give_back,
+        changes=start.checked.changes,
+        **shared,
+    )
     outputs: list[tuple[str, Tensor]] = []
     step = make_step(
         plan,
@@ -324,12 +344,19 @@ def build_parts(
     room = compute_room_bytes(settings.memory.limit_mib, plan.device.free_bytes or 0)
     most = choose_eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
-        task=data.task,
+        task=start.checked.task or data.task,
         loss=make_loss(train, data, device, is_judged=True),
         autocast=step.autocast,
-        micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
+        micro=of_eval(
+            most,
+            whole=most,
+            what="eval",
+            give_back=fed[1].give_back,
+            changes=start.checked.judged,
+            **shared,
+        ),
         phases=accounts.phases,
-        forward=choose_forward(settings.model.name, train),
+        forward=choose_forward(settings.model.name, train, data),
         count=count,
         metrics={n: wrap_in_units(m, data, device) for n, m in load_own_metrics(train).items()},
         to_units=partial(

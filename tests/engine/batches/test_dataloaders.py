@@ -157,7 +157,7 @@ def test_what_cannot_feed_a_training_is_refused_in_one_sentence() -> None:
     [
         (TensorDataset(torch.ones(4)), r"must be a pair .* \(got a list of 1\)"),
         (TensorDataset(*[torch.ones(4)] * 3), r"must be a pair .* \(got a list of 3\)"),
-        ([{"x": 1.0, "y": 2.0}] * 4, r"must be a pair .* \(got a dict\)"),
+        ([{"x": "cat"}] * 4, r"must be a pair .* \(got a dict\)"),
         ([1.0] * 4, r"must be a pair .* \(got a Tensor\)"),
         ([(1.0, "cat")] * 4, r"targets of a batch must be a tensor, or hold one \(got str\)"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint.compatibility import refuse_other_training
+from tasks.engine.checkpoint.compatibility import describe_training, refuse_other_training
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
@@ -238,6 +238,55 @@ def test_code_that_has_changed_since_is_told_and_goes_on(tmp_path: Path, own: An
     facts = train(tmp_path / "run", sections, resumes=True)
     told = "my_layers.py has changed since the checkpoint was written: the training goes on with"
     assert [warning for warning in facts.warnings if warning.startswith(told)]
+
+
+WITH_LOGIN = MODEL.replace("outputs):", "outputs, url):")
+
+
+def test_a_login_in_an_argument_is_kept_as_a_salted_hash(
+    tmp_path: Path, own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept as it is in the checkpoint's JSON, and stars were compared with it."""
+    own("my_model", WITH_LOGIN)
+    own("my_layers", LAYERS)
+
+    def make(url: str) -> dict[str, Any]:
+        monkeypatch.setenv("HEADROOM_SECRET_MODEL_ARGS_URL", url)
+        return {"model": {"name": "my_model:make", "args": {"url": url}}}
+
+    play(tmp_path / "run", make("postgresql://ann:Hunter@db/x"), at=9)
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not [file for file in files if b"Hunter" in file.read_bytes()]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    whole = list_steps(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ConfigError, match="model.args: was .*ann:[*]{3}@db/x.* is .*ann:[*]{3}@h"):
+        train(tmp_path / "run", make("postgresql://ann:Hunter@h"), resumes=True)
+    assert list_steps(tmp_path / "run" / "checkpoints") == whole
+    asked = {**make("postgresql://ann:Hunter@db/x"), "train": {"max_steps": 20}}
+    same = train(tmp_path / "run", asked, resumes=True)
+    assert "secret" not in same.tags["resumed.changed"]
+    other = train(tmp_path / "run", make("postgresql://ann:other@db/x"), resumes=True)
+    assert "model.args.url has another secret than it had" in other.tags["resumed.changed"]
+
+
+def test_what_the_environment_hid_of_a_value_is_known_by_its_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is of one night; without it the same value was refused as another."""
+    config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "Hunter-of-ann")}})
+    plan = make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data))
+    monkeypatch.setenv("DBPW", "Hunter")
+    was = describe_training(plan)
+    was["settings"]["train"] |= {"loss": was["settings"]["data"]["cache"]}
+    was["secrets"] |= {"train.loss": was["secrets"]["data.cache"]}
+    assert was["settings"]["train"]["loss"].endswith("***-of-ann")
+    monkeypatch.delenv("DBPW")
+    now = describe_training(plan)
+    now["settings"]["train"]["loss"] = config.data.cache
+    assert not refuse_other_training(was, now)
+    now["settings"]["train"]["loss"] = "other"
+    with pytest.raises(ConfigError, match="^train.loss: was "):
+        refuse_other_training(was, now)
 
 
 def test_another_commit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

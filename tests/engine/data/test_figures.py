@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from tasks.engine.base import scores
+from tasks.engine.base import figures, scores
 from tasks.engine.base.scores import ConfusionCells
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -91,14 +91,14 @@ def test_an_error_that_is_not_below_a_guesss_beyond_chance_is_told_and_no_other(
         by_chance = scores.compute_constant_baseline(
             np.full((rows, 1), 1.0) + random.normal(size=y.shape) / 20, y, guess
         )
-        doubted += scores.MEAN in by_chance
+        doubted += figures.MEAN in by_chance
         wronged += bool(
             scores.compute_constant_baseline(y + random.normal(size=y.shape) / 10, y, guess)
         )
     assert doubted >= 0.9 * 300 and wronged == 0
     told = scores.compute_constant_baseline(np.full((rows, 1), 1.0), y, guess)
-    assert told[scores.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
-    assert told[scores.MEDIAN] == pytest.approx(
+    assert told[figures.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
+    assert told[figures.MEDIAN] == pytest.approx(
         sk.mean_absolute_error(y, np.full_like(y, np.log(2)))
     )
 
@@ -117,3 +117,39 @@ def test_the_share_of_the_largest_class_is_told_above_90_percent(rows: int, told
     found = scores.compute_class_scores(ConfusionCells.of(np.zeros_like(y), y))
     assert found.get("largest_class_share") == (89 / (89 + rows) if told else None)
     assert found["balanced_accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(("classes", "rows"), [(2, 60), (3, 400), (5, 60)])
+def test_predictions_that_know_nothing_pass_for_knowing_in_one_case_of_twenty(
+    classes: int, rows: int
+) -> None:
+    """Held against the balanced accuracies of shuffled predictions."""
+    random, passed = np.random.default_rng(classes), 0
+    shares = np.array([0.8] + [0.2 / (classes - 1)] * (classes - 1))
+    for _ in range(400):
+        y, told = (random.choice(classes, rows, p=shares) for _ in range(2))
+        passed += not scores.find_chance(ConfusionCells.of(told, y))
+    assert 0.02 <= passed / 400 <= 0.09
+    told = np.where(random.random(rows) < 0.5, y, told)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        orders = [sk.balanced_accuracy_score(y, random.permutation(told)) for _ in range(400)]
+        found = sk.balanced_accuracy_score(y, told)
+    far = (found - np.mean(orders)) / np.std(orders)
+    assert abs(far - 1.645) < 0.3 or bool(scores.find_chance(ConfusionCells.of(told, y))) == (
+        far < 1.645
+    )
+    same = np.zeros(rows, dtype=np.int64)
+    assert scores.find_chance(ConfusionCells.of(same, y)) == {figures.BY_CHANCE: 1.0}
+    assert scores.find_chance(ConfusionCells.of(y, y)) == {}
+
+
+def test_the_error_of_r2_is_what_it_scatters_by() -> None:
+    random, found, told = np.random.default_rng(0), [], []
+    for _ in range(400):
+        y = random.normal(size=(300, 1))
+        outputs = y + random.normal(size=y.shape) / 2
+        found.append(scores.compute_regression_scores(outputs, y)["r2"])
+        told.append(scores.compute_r2_error(outputs, y)[figures.R2_ERROR])
+    assert np.mean(told) == pytest.approx(np.std(found), rel=0.15)
+    assert scores.compute_r2_error(y[:2], y[:2]) == scores.compute_r2_error(y, 0 * y) == {}

@@ -71,6 +71,21 @@ def test_arrays_are_kept_by_their_content(own: Own) -> None:
     assert not other.reused and other.fingerprint != first.fingerprint
 
 
+def test_what_is_prepared_is_for_its_user_alone_and_without_logins(own: Own) -> None:
+    """The manifest had the URL of the rows with its password, for everybody to read."""
+    facts = [
+        _facts(own, "(x, y)", args={"url": f"postgresql://ann:{password}@db/x"})
+        for password in ("Hunter", "of-the-next-night")
+    ]
+    files = [*Path(facts[0].folder).iterdir()]
+    assert [facts[1].reused, facts[1].folder] == [True, facts[0].folder]
+    assert not [file for file in files if b"Hunter" in file.read_bytes()]
+    assert b"ann:***@db/x" in Path(facts[0].folder, "manifest.json").read_bytes()
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    above = Path(facts[0].folder), Path(facts[0].folder).parent
+    assert {folder.stat().st_mode & 0o777 for folder in above} == {0o700}
+
+
 def test_a_given_split_is_kept(own: Own) -> None:
     facts = _facts(own, "((x[:13], y[:13]), (x[13:], y[13:]))", scale=False)
     assert (facts.train_rows, facts.val_rows) == (13, 7)

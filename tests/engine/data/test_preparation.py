@@ -526,6 +526,21 @@ def test_a_cache_that_another_user_owns_is_told_with_both_remedies(tmp_path, mon
         preparation.check_data(_cached(tmp_path))
 
 
+def test_a_cache_on_a_read_only_file_system_is_told_what_helps(tmp_path, monkeypatch):
+    """It was told to `chown` the folder, which such a file system refuses."""
+    before = os.statvfs
+
+    def mount_read_only(path):
+        found = list(before(path))
+        found[8] |= os.ST_RDONLY  # f_flag
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr("tasks.engine.files.prepared_cache.os.statvfs", mount_read_only)
+    words = "^data.cache: .* lies on a file system that is mounted read-only; name another folder$"
+    with pytest.raises(DataError, match=words):
+        preparation.check_data(_cached(tmp_path))
+
+
 def test_a_write_that_the_disk_refuses_keeps_its_reason(tmp_path):
     words = "^data.cache: .* .No space left on device.; make room"
     with pytest.raises(DataError, match=words), prepared_cache.refuse_unwritable(tmp_path):

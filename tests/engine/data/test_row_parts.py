@@ -167,7 +167,11 @@ def test_scaling_knows_the_training_rows_only(tmp_path: Path) -> None:
     table.to_csv(tmp_path / "rows.csv", index=False)
     asked = {"split": "time", "split_column": "when", "test_fraction": 0.2}
     config = DataConfig(
-        path=str(tmp_path / "rows.csv"), cache=str(tmp_path / "c"), validation_fraction=0.3, **asked
+        path=str(tmp_path / "rows.csv"),
+        cache=str(tmp_path / "c"),
+        validation_fraction=0.3,
+        target_transform="none",
+        **asked,
     )
     facts = prepare_dataset(config)
     assert facts.train_rows == 120
@@ -197,9 +201,10 @@ def test_a_text_is_judged_by_its_end(tmp_path: Path) -> None:
         prepare_dataset(DataConfig(**made | {"context": 80}, test_fraction=0.1))
 
 
-# Of before there were these settings: caches that are there stay good.
+# Of before there were these settings: caches that are there stay good, but for tables, which may
+# hold dates: these became other inputs since.
 KEPT = {
-    "t.csv": ("csv-28478ed10cc06329", "53e39f64ac2ba683"),
+    "t.csv": ("csv-b8e562390756ca21", "53e39f64ac2ba683"),
     "t.npz": ("npz-7abc9d1b11dc245a", "68cd31b8931c5e44"),
     "t.txt": ("text-d38cb96d5d732e1e", "0a1ce6e46fb8f934"),
 }
@@ -255,7 +260,7 @@ def test_settings_that_contradict_each_other_are_refused(asked: dict[str, Any], 
         (
             {"split": "time"},
             ["2024-01-01"] * 5 + ["soon"] + ["2024-01-02"] * (ROWS - 6),
-            "row 6 below the header, column 'who': must be a time .got 'soon'.: write it as a",
+            "column 'who': holds dates such as '2024-01-01', and 'soon'; write all alike",
         ),
         ({"split": "time"}, ["1", "2024-01-02"] * (ROWS // 2), "write all alike"),
         (

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tasks.engine.base import figures, scores
 from tasks.engine.base.facts import DataFacts, TrainFacts
-from tasks.engine.base.scores import ALIKE
+from tasks.engine.base.figures import ALIKE
 from tasks.engine.data import run_warnings
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
@@ -138,7 +140,8 @@ class Same(nn.Module):
 
 
 def _trained(tmp_path: Path, data: DataConfig, named: str, **sections) -> TrainFacts:
-    made = {"model": {"name": named}, "train": {"epochs": 1}, **sections}
+    sections["train"] = {"epochs": 1, **sections.get("train", {})}
+    made = {"model": {"name": named}, **sections}
     config = RunConfig.model_validate({"data": data.model_dump(), **made})
     logged: list[dict[str, float]] = []
     log = lambda metrics, step: logged.append(metrics)  # noqa: E731
@@ -206,3 +209,76 @@ def test_tokens_no_better_told_than_by_their_shares_are_told(tmp_path: Path) -> 
     assert "not below 1.386, the entropy of the validation tokens" in said
     good = _trained(tmp_path, data, "", model=model, optim={"lr": 0.1}, train={"epochs": 5})
     assert good.metrics["val/loss"] < 1.386 and good.warnings == ()
+
+
+def test_a_share_is_never_rounded_up_to_all(tmp_path: Path) -> None:
+    """Story: 100 % of the validation rows were of one class, and four of others."""
+    facts = replace(prepare_dataset(DataConfig(cache=str(tmp_path / "c"))), val_rows=4000)
+    metrics = {"val/loss": 0.1, "val/largest_class_share": 0.999}
+    (said,) = run_warnings.warn_of_results(facts, metrics, loss="auto", alike=False)
+    assert said.startswith(">99 % of the validation rows are of one class")
+    assert "rests on 4 rows of others" in said
+
+
+def test_classes_that_are_told_apart_are_no_worse_than_the_largest(tmp_path: Path) -> None:
+    """Story: at a balanced accuracy of 0.9975 the majority was called as good an answer."""
+    facts = prepare_dataset(DataConfig(cache=str(tmp_path / "c")))
+    facts = replace(facts, val_rows=1200, guess=1196 / 1200)
+    y = (np.arange(1200) >= 1196).astype(int)
+    for given, is_told in (((np.arange(1200) >= 1190), False), (np.arange(1200) < 6, True)):
+        cells = scores.ConfusionCells.of(given.astype(int), y)
+        found = scores.compute_class_scores(cells)
+        assert (found["balanced_accuracy"] > 0.9974) != is_told
+        accuracy = float((given == y).mean())
+        metrics = {"val/loss": 0.1, "val/accuracy": accuracy, **scores.find_chance(cells)}
+        said = run_warnings.warn_of_results(facts, metrics, loss="auto", alike=False)
+        assert any("that class is as good an answer" in one for one in said) == is_told
+
+
+def _tested(tmp_path: Path, val: dict[str, float], test: dict[str, float]) -> tuple[str, ...]:
+    facts = replace(
+        prepare_dataset(DataConfig(cache=str(tmp_path / "c"))), val_rows=400, test_rows=100
+    )
+    return run_warnings.warn_of_test(facts, val, test)
+
+
+def test_a_test_score_far_below_the_validation_score_is_told(tmp_path: Path) -> None:
+    """Story: val/r2 was 0.096 and test/r2 -2.98, without a word."""
+    error = {figures.R2_ERROR: 0.03}
+    (said,) = _tested(tmp_path, {"val/r2": 0.096} | error, {"test/r2": -2.98} | error)
+    assert said.startswith("test/r2 is -2.98, below 0, where val/r2 is 0.096")
+    (said,) = _tested(tmp_path, {"val/r2": 0.9} | error, {"test/r2": 0.6} | error)
+    assert said.startswith("test/r2 is 0.6, far below val/r2, which is 0.9")
+    assert not _tested(tmp_path, {"val/r2": 0.9} | error, {"test/r2": 0.82} | error)
+    assert not _tested(tmp_path, {"val/r2": 0.1} | error, {"test/r2": -0.01} | error)
+    assert not _tested(tmp_path, {"val/r2": 0.1}, {})
+    (said,) = _tested(tmp_path, {"val/accuracy": 0.95}, {"test/accuracy": 0.7})
+    assert said.startswith("test/accuracy is 0.7, far below val/accuracy, which is 0.95")
+    assert not _tested(tmp_path, {"val/accuracy": 0.95}, {"test/accuracy": 0.89})
+
+
+def test_a_test_score_of_rows_alike_is_hardly_ever_told(tmp_path: Path) -> None:
+    """Of 2,000 pairs of parts whose rows are alike, at most 1 %."""
+    random, told = np.random.default_rng(1), 0
+    for _ in range(2000):
+        noise, found = random.choice([0.3, 1.0, 2.0]), []
+        for rows in (random.choice([60, 400]), random.choice([30, 200])):
+            y = random.normal(size=(rows, 1))
+            outputs = (y + noise * random.normal(size=y.shape)) / (1 + noise**2)
+            found.append(
+                scores.compute_regression_scores(outputs, y) | scores.compute_r2_error(outputs, y)
+            )
+        val, test = found
+        told += bool(_judge_parts(val, test))
+    assert told <= 20
+
+
+def _judge_parts(val: dict[str, float], test: dict[str, float]) -> tuple[str, ...]:
+    facts = DataFacts(
+        "", "csv", "regression", 1000, 400, (3,), 1, None, None, (0.0,), (1.0,), 0, "", False
+    )
+    named = [
+        {k if k in figures.UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
+        for part, found in (("val", val), ("test", test))
+    ]
+    return run_warnings.warn_of_test(facts, *named)

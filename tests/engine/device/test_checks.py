@@ -161,7 +161,15 @@ SITUATIONS = [
         "cuda:0 failed a small product: no kernel image.*new process",
     ),
     (
+        # "End the processes that hold it" was told of a device of 64 MiB that nobody held.
         check_compute(Gpu("cuda:0", "cuda", 0, computes=False, error=FULL)),
+        False,
+        "its memory is full no process is seen to hold it, so it may be too small: choose another",
+    ),
+    (
+        check_compute(
+            Gpu("cuda:0", "cuda", 0, computes=False, error=FULL, holders=(Holder(9, "tiny"),))
+        ),
         False,
         "cuda:0 failed a small product: its memory is full end the processes that hold it",
     ),

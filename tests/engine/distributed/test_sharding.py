@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tasks.engine.accounts.phases import Watched
 from tasks.engine.base.nested import get_local_part
-from tasks.engine.checkpoint import checkpoint_files, sharded_files
+from tasks.engine.checkpoint import checkpoint_files, sharded_files, sharded_reader
 from tasks.engine.checkpoint.checkpoint_files import Checkpoint, DamagedCheckpoint, flatten_state
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
 from tasks.engine.checkpoint.training_state import HostCopies, StateMismatch, Weights
@@ -161,7 +161,7 @@ class _Run:
         return None if self.ranks.is_alone else init_device_mesh("cpu", (self.ranks.size,))
 
     def load(self, folder: Path) -> Checkpoint:
-        found = sharded_files.read_sharded_checkpoint(folder, SAVED, self.ranks, mesh=self.mesh())
+        found = sharded_reader.read_sharded_checkpoint(folder, SAVED, self.ranks, mesh=self.mesh())
         Weights(self.model).restore(found.state["model"])
         self.optimizer.restore(found.state["optimizer"])
         return found

@@ -1,5 +1,6 @@
 """Tables as a team has them: text, holes, columns left out, parts in a folder, more than memory."""
 
+import calendar
 import io
 import json
 import logging
@@ -639,7 +640,11 @@ def _dates_of_pandas(times: pd.Series) -> np.ndarray:
     days = (times - pd.Timestamp("1970-01-01")) / pd.Timedelta(days=1)
     hours = times.dt.hour + times.dt.minute / 60
     of = times.dt
-    return np.stack([days, of.year, of.month, of.day_of_week, hours], axis=1).astype(float)
+    year, day = 2 * np.pi * (of.day_of_year - 1) / 365.2425, 2 * np.pi * hours / 24
+    weekdays = [of.day_name() == day_of for day_of in calendar.day_name]
+    of_year, of_day = (np.sin(year), np.cos(year)), (hours, np.sin(day), np.cos(day))
+    found = [days, of.year, of.month, *of_year, *weekdays, *of_day]
+    return np.stack(found, axis=1).astype(float)
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
@@ -650,10 +655,11 @@ def test_dates_become_numbers_in_training_and_in_raw_rows(tmp_path, source):
     if source == "parquet":
         table.to_parquet(config.path)
     facts = preparation.prepare_dataset(config)
-    parts = ("days", "year", "month", "weekday", "hour")
-    assert [column.values for column in facts.columns] == [parts, parts[:-1]]
-    assert facts.feature_names == (*(f"at.{p}" for p in parts), *(f"day.{p}" for p in parts[:-1]))
-    expected = np.hstack([_dates_of_pandas(table["at"]), _dates_of_pandas(table["day"])[:, :-1]])
+    parts = ("days", "year", "month", "year_sin", "year_cos")
+    parts += tuple(name.lower() for name in calendar.day_name) + ("hour", "day_sin", "day_cos")
+    assert [column.values for column in facts.columns] == [parts, parts[:-3]]
+    assert facts.feature_names == (*(f"at.{p}" for p in parts), *(f"day.{p}" for p in parts[:-3]))
+    expected = np.hstack([_dates_of_pandas(table["at"]), _dates_of_pandas(table["day"])[:, :-3]])
     rows, _ = _rows(facts)
     rows = rows[np.argsort(rows[:, 0])]
     np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=2e-5)
@@ -669,9 +675,9 @@ def test_dates_become_numbers_in_training_and_in_raw_rows(tmp_path, source):
         found = make_inputs(raw, columns, missing="mean")
         assert found.whole.all()
         others = np.arange(len(table)) != 3
-        np.testing.assert_allclose(found.x[others], expected[others], rtol=1e-6)
+        np.testing.assert_allclose(found.x[others], expected[others], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(
-        make_inputs(texts, columns, missing="mean").x[3, :5], columns[0]["fill"]
+        make_inputs(texts, columns, missing="mean").x[3, :15], columns[0]["fill"]
     )
     there_again = restore_raw_values(make_inputs(table, columns, missing="mean").x, columns)
     assert there_again["at"] == table["at"].dt.strftime("%Y-%m-%dT%H:%M").tolist()

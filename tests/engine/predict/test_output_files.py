@@ -167,3 +167,16 @@ except OutputError as error:
         done.stderr
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_lists_are_written_as_such_or_as_json(tmp_path: Path) -> None:
+    """A model that gives its loss itself may predict anything: csv and npy knew no lists."""
+    table = pa.table({"prediction": [[[1.5, 2.0]], [[3.0, 4.0]]]})
+    for name in ("csv", "jsonl", "npy"):
+        (tmp_path / name).mkdir()
+    text = _written(tmp_path / "csv" / "o.csv", table).read_text()
+    assert text.splitlines() == ["prediction", '"[[1.5,2.0]]"', '"[[3.0,4.0]]"']
+    lines = _written(tmp_path / "jsonl" / "o.jsonl", table).read_text().splitlines()
+    assert json.loads(lines[0]) == {"prediction": [[1.5, 2.0]]}
+    with pytest.raises(OutputError, match="^output: each prediction is a list"):
+        _written(tmp_path / "npy" / "o.npy", table)

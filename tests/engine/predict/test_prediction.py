@@ -100,6 +100,45 @@ def test_each_row_gets_what_the_model_gives_it_beside_the_columns_kept(
     assert (done.rows, done.recovered, done.output) == (10_000, 0, str(tmp_path / "out.csv"))
 
 
+STORES = {
+    **SPEC,
+    "input_shape": [3],
+    "columns": [
+        {"name": "store", "kind": "category", "values": ["Bern", "Zug"], "fill": None},
+        {"name": "size", "kind": "number", "values": [], "fill": None},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("stores", "said"),
+    [
+        (["Bern", "Zug"], None),
+        (
+            ["Lugano", "Zug"],
+            "1 of 2 rows has texts that training never saw: store=Lugano (row 1)",
+        ),
+        (["Lugano"], "1 of 1 row has texts that training never saw: store=Lugano (row 1)"),
+        (
+            ["Bern", *"abacde"],
+            "6 of 7 rows have texts that training never saw: store=a (row 2), store=b (row 3), "
+            "store=c (row 5) and 2 more",
+        ),
+    ],
+)
+def test_texts_that_training_never_saw_are_told(
+    tmp_path: Path, cpu: DeviceFacts, stores: list[str], said: str | None
+) -> None:
+    """Story: a prediction for a store that no training row had said nothing of it."""
+    model = _model(tmp_path, STORES)
+    table = pd.DataFrame({"store": stores, "size": np.arange(float(len(stores)))})
+    for kind in ("csv", "parquet"):
+        path = tmp_path / f"rows.{kind}"
+        table.to_csv(path, index=False) if kind == "csv" else table.to_parquet(path, index=False)
+        done = _predict(_order(path, overwrite=True), model, cpu)
+        assert done.warnings == ((said,) if said else ())
+
+
 def test_how_far_it_is_is_told_until_the_end(tmp_path: Path, cpu: DeviceFacts) -> None:
     model = _model(tmp_path, SPEC)
     np.save(tmp_path / "x.npy", _rows().to_numpy())

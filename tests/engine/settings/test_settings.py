@@ -166,8 +166,12 @@ TEXTS: list[tuple[str | bytes, str]] = [
         ":1 model.name: must be one of linear, mlp, cnn, transformer, or pack",
     ),
     (
-        "train: {metrics: {f1: f1}}",
-        ":1 train.metrics: f1 must be package.module:function (got 'f1'",
+        "train: {metrics: {own: f1}}",
+        ":1 train.metrics: own must be package.module:function (got 'f1'",
+    ),
+    (
+        "train: {metrics: {rmse: mine:rmse}}",
+        ":1 train.metrics: 'rmse' is the name of a figure of the task itself; give yours another",
     ),
     (
         "train: {batch_size: 2, accumulate: 3}",
@@ -183,7 +187,7 @@ def _said(file: str | None, flags: dict[str, Any] | None = None) -> tuple[str, .
 
 
 def test_no_row_of_the_table_was_lost() -> None:
-    assert len(TEXTS) == 88
+    assert len(TEXTS) == 89
 
 
 @pytest.mark.parametrize("text, said", TEXTS, ids=[repr(t)[:40] for t, _ in TEXTS])

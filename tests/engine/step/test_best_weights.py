@@ -77,3 +77,27 @@ def test_a_checkpoint_of_before_goes_on_from_its_best_loss() -> None:
     again.restore(state)
     again.record({"val/loss": 0.8}, 2)
     assert (again.epoch, again.waited) == (2, 1)
+
+
+def _is_improving(values: list[float]) -> bool:
+    best = BestWeights()
+    for epoch, value in enumerate(values, 1):
+        again = BestWeights()
+        again.restore(best.state())  # as a training does that goes on
+        best = again
+        best.record({"val/loss": value}, epoch)
+    return best.is_improving()
+
+
+def test_a_training_that_still_gains_is_known_from_one_that_has_ended() -> None:
+    """Story: wine's best epoch was the last of 20, and nothing was said."""
+    at = np.arange(20)
+    falling = 1 / (1 + 0.1 * at)
+    assert _is_improving(falling.tolist()) and not _is_improving(falling[:5].tolist())
+    assert not _is_improving([*falling, 1.0])  # the last is not the best
+    assert not _is_improving((0.1 + np.exp(-at)).tolist())  # falls still, by nothing
+    assert not _is_improving([*falling[:-1], math.nan]) and not _is_improving([0.5])
+    random = np.random.default_rng(0)
+    ended = 0.1 + np.exp(-at) + 0.02 * random.normal(size=(1000, 20))
+    told = sum(_is_improving(values.tolist()) for values in ended)
+    assert told <= 10  # of a thousand that only scatter

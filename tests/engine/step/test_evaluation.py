@@ -12,6 +12,7 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from tasks.engine.accounts.phases import HostClock, Phases
+from tasks.engine.base import figures
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.batches.dataset_batches import place_rows
@@ -50,7 +51,9 @@ def _judged(
         task, LOSSES[task], nullcontext, micro=_Parts(rows_read), phases=phases, **more
     )
     rows = place_rows(outputs, y, device=CPU, room_bytes=10**9)
-    return evaluate(nn.Identity(), rows, evaluator, part=part)
+    found = evaluate(nn.Identity(), rows, evaluator, part=part)
+    hidden = figures.BY_CHANCE, figures.R2_ERROR  # for warnings; see test_figures.py
+    return {name: value for name, value in found.items() if name not in hidden}
 
 
 def _outputs(*shape: int, seed: int = 0) -> np.ndarray:
@@ -101,6 +104,35 @@ def test_of_more_than_ten_classes_it_is_told_how_often_one_of_five_is_right(clas
     if classes > 10:
         expected = sk.top_k_accuracy_score(y, outputs, k=5, labels=range(classes))
         assert found["val/top5_accuracy"] == pytest.approx(expected)
+
+
+def _judge_every_figure(task: str) -> set[str]:
+    """Return the names of all that evaluations of a task give."""
+    logits = _outputs(60, 12)
+    if task == "classification":
+        mostly_one = np.where(np.arange(60) < 57, 0, np.arange(60) % 12)
+        told = [(logits, np.arange(60) % 12), (np.eye(12, dtype="f")[[0] * 60], mostly_one)]
+    elif task == "multilabel":
+        told = [(logits, (logits > 0.5).astype(np.float32))]
+    elif task == "regression":
+        told = [(_outputs(60, 1), _outputs(60, 1, seed=1))]
+    else:
+        told = [(_outputs(60, 3, 12), np.zeros((60, 3), np.int64))]
+    guess = ((0.0,), (0.0,))
+    found = [_judged(task, *pair, guess=guess) for pair in told]
+    return {name.removeprefix("val/") for of in found for name in of}
+
+
+@pytest.mark.parametrize("task", figures.TASK_FIGURES)
+def test_every_figure_of_an_evaluation_is_no_name_for_an_own_metric(task: str) -> None:
+    """Story: an own metric called macro_f1 took the place of the task's own: val/macro_f1 77."""
+    names = _judge_every_figure(task)
+    assert names >= {*figures.TASK_FIGURES[task]}
+    assert task != "classification" or names >= {"top5_accuracy", "largest_class_share", "alike"}
+    for name in names:
+        with pytest.raises(ValueError, match=f"'{name}' is the name of a figure of the task"):
+            TrainConfig(metrics={name: "torch.nn.functional:l1_loss"})
+    TrainConfig(metrics={f"own_{name}": "torch.nn.functional:l1_loss" for name in names})
 
 
 def test_a_part_of_its_own_names_its_figures() -> None:

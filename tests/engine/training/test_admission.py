@@ -110,8 +110,8 @@ def test_what_runs_alike_have_taken_is_believed_before_any_forecast(data, gpu):
     found = asked(config_of(), data, gpu, machine, past_peak_bytes=200 * MIB, past_micro_batch=128)
     assert (found.predicted_bytes, found.source, found.micro_batch) == (200 * MIB, "history", 128)
     assert found.reason == (
-        "200 MiB by what runs alike have taken, of 300 MiB that cuda:0 has free beside "
-        "the driver's context"
+        "begins with micro-batches of 128 rows, with which a run alike ended; 200 MiB by what runs "
+        "alike have taken, of 300 MiB that cuda:0 has free beside the driver's context"
     )
 
 
@@ -253,6 +253,7 @@ def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
     machine = Machine(0)
     found = asked(config_of(), data, cpu, machine, past_micro_batch=32)
     assert (found.predicted_bytes, found.source, found.micro_batch) == (None, "", 32)
+    assert found.reason.startswith("begins with micro-batches of 32 rows, with which a run alike")
     assert machine.asked == 0 and found.fits_graph
 
 
@@ -334,7 +335,10 @@ def test_a_micro_batch_is_that_of_accumulate_and_of_runs_alike(data, gpu, writte
         (accumulated, 5, 5),
     ):
         machine = Machine(2**40)
-        assert asked(config, data, gpu, machine, past_micro_batch=past).micro_batch == rows
+        found = asked(config, data, gpu, machine, past_micro_batch=past)
+        told = f"begins with micro-batches of {past} rows, with which a run alike ended; "
+        assert found.micro_batch == rows
+        assert found.reason.startswith(told) == (past in (4, 5)), "nobody was told"
 
 
 def test_a_graph_fits_where_its_room_is_there_to_the_byte(data, gpu, written):

@@ -4,14 +4,19 @@ import os
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from fcntl import LOCK_EX, flock
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
+
+from tests.conftest import query
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "10")
@@ -73,3 +78,49 @@ def test_a_prefect_that_is_away_at_the_start_is_one_sentence_and_costs_nothing(
     assert f"\nPREFECT_API_URL: {api} does not answer; start that server" in err
     assert "Traceback" not in err and len(err.splitlines()) == 2
     assert not list(place.glob(".headroom/runs/*/")) and not (place / "mlflow.db").exists()
+
+
+class _Unavailable(BaseHTTPRequestHandler):
+    """Prefect's server while its database is locked: it is healthy, and answers 503."""
+
+    def do_GET(self) -> None:
+        body = b"true" if self.path == "/api/health" else b"{}"
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200 if body == b"true" else 503)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_training_is_no_worse_for_a_server_of_its_desk_that_fails_at_the_start(
+    desk: Desk, place: Path, answers: bool
+) -> None:
+    """23 of 50 trainings that began at once failed with "503 Service Unavailable" or "timed out",
+    and were not in MLflow."""
+    home = place / "home"
+    home.mkdir()
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), _Unavailable) as server,
+        open(home / "headroom-server.lock", "w") as lock,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        api = f"http://127.0.0.1:{server.server_port if answers else 9}/api"
+        flock(lock, LOCK_EX)
+        lock.write(api)
+        lock.flush()
+        process = desk("--train.epochs", "1", home=home, PREFECT_CLIENT_MAX_RETRIES="0")
+        out, err = process.communicate(timeout=200)
+        server.shutdown()
+    assert process.returncode == 0, err
+    why = "Failed to reach API" if answers else "no answer"
+    assert f"\nPrefect's server of this desk, {api}, fails ({why}" in err
+    assert "Traceback" not in err and "Warning" not in err
+    assert "Release  OK" in out
+    assert query(place, "SELECT status FROM runs") == [("FINISHED",)]

@@ -17,7 +17,7 @@ import pytest
 from flows.cli.train_command import main
 from tasks.engine.base.file_lock import is_held
 from tasks.engine.base.units import format_seconds
-from tests.conftest import desk_environment
+from tests.conftest import PYTHON, desk_environment
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "50")
@@ -285,3 +285,46 @@ def test_a_home_that_cannot_be_written_is_said(desk: Desk, place: Path) -> None:
 
 def test_the_environment_of_a_desk_names_no_api() -> None:
     assert "PREFECT_API_URL" not in desk_environment(Path("/tmp/x"))
+
+
+@pytest.mark.parametrize(("number", "said"), [(15, "terminated"), (2, "interrupted")])
+def test_the_exit_code_is_that_of_the_record_where_a_signal_comes_at_the_end(
+    desk: Desk, place: Path, number: int, said: str
+) -> None:
+    """2 of 10 that were terminated in the close ended with 143 and were FINISHED in MLflow: the
+    scheduler trained them once more."""
+    process = desk("--train.epochs", "60")
+    runs = place / ".headroom" / "runs"
+    _until(lambda: any(f.stat().st_size for f in runs.glob("*/metrics.jsonl")))
+    with closing(sqlite3.connect(place / "mlflow.db", timeout=30)) as database:
+        database.execute("BEGIN IMMEDIATE")  # so that the close waits
+        assert not list(runs.glob("*/run.json"))
+        _until(lambda: list(runs.glob("*/run.json")))
+        process.send_signal(number)
+        time.sleep(0.5)
+        assert number == 2 or process.poll() is None
+        database.rollback()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"\n{said} when the training had ended: FINISHED in MLflow" in err
+    assert "Release  OK" in out and "Traceback" not in err
+    _until(lambda: _ask(place, "SELECT status FROM runs") == [("FINISHED",)])
+
+
+def test_a_training_of_one_process_loads_no_package_that_it_does_not_need() -> None:
+    """FSDP came with the type of a field: sympy, DTensor and 600 modules more in every run."""
+    code = (
+        "import sys, {}\n"
+        "print(*sorted({{m if m.startswith('torch.distributed.') else m.partition('.')[0]"
+        " for m in sys.modules}} - set(sys.stdlib_module_names)))"
+    )
+
+    def list_packages(modules: str) -> set[str]:
+        words = [PYTHON, "-c", code.format(modules)]
+        return {*subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()}
+
+    own = list_packages("flows.train, tasks.engine.checkpoint.checkpoints, safetensors.torch")
+    theirs = list_packages("torch, prefect.main, prefect.flow_engine")
+    more = {name for name in own - theirs if not name.startswith(("_cython", "__"))}
+    allowed = {"flows", "tasks", "psutil", "ruamel", "_ruamel_yaml", "safetensors", "pynvml"}
+    assert more <= allowed, more - allowed

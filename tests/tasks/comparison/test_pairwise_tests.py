@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.compare_pages import ROWS, Row, measure_share
-from tasks.comparison.pairwise_tests import ALPHA, compare_all_pairs
+from tasks.comparison.pairwise_tests import ALPHA, Noise, PairTests, compare_all_pairs
 
 PAGES, FEW = 400, 100  # of what is rare, and of what is the rule
 
@@ -53,3 +53,37 @@ def test_of_single_runs_the_noise_is_assumed_and_of_equal_ones_floored() -> None
     equal = [[1.0] * 5, [1.01] * 5]
     assert compare_all_pairs(equal, floor=0.005, assumed=0.0).is_told[0, 1]
     assert not compare_all_pairs(equal, floor=0.05, assumed=0.0).is_told[0, 1]
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (3, 3), (2, 15), (3,) * 8])
+def test_a_difference_of_the_size_that_is_named_is_told_four_times_of_five(
+    counts: tuple[int, ...],
+) -> None:
+    draw = np.random.default_rng(2)
+
+    def find(values: list[np.ndarray]) -> PairTests:
+        return compare_all_pairs([list(of) for of in values], floor=1e-4, assumed=0.05)
+
+    known = [draw.normal(size=count) for count in counts]  # of a noise of 3 %, to the last digit
+    known = [0.03 * (of - of.mean()) / of.std(ddof=1) for of in known]
+    size = find(known).find_told_difference(0.8)
+    told = 0
+    for _ in range(1000):
+        drawn = [draw.normal(0, 0.03, count) for count in counts]
+        drawn[0] += size
+        told += bool(find(drawn).is_told[0, 1])
+    assert told / 1000 == pytest.approx(0.8, abs=0.04)
+
+
+def test_the_difference_that_is_named_for_single_runs_is_that_of_their_own_noise() -> None:
+    draw, noises = np.random.default_rng(2), (Noise(0.15, 4.0), Noise(0.1, 3.0))
+    size = compare_all_pairs([[0.0], [0.0]], floor=1e-4, assumed=noises).find_told_difference(0.8)
+    told = 0
+    for _ in range(1000):
+        seen = [
+            Noise(n.deviation * (draw.chisquare(n.freedom) / n.freedom) ** 0.5, n.freedom)
+            for n in noises
+        ]
+        pair = [[draw.normal(size, 0.15)], [draw.normal(0, 0.1)]]
+        told += bool(compare_all_pairs(pair, floor=1e-4, assumed=seen).is_told[0, 1])
+    assert told / 1000 == pytest.approx(0.8, abs=0.04)

@@ -132,6 +132,24 @@ def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> 
     assert told.state.name == "PRUNED" and told.intermediate_values == {1: 0.9, 2: 0.9, 3: 0.8}
 
 
+def test_a_training_at_its_last_epoch_is_not_ended_early(tmp_path: Path) -> None:
+    """A trial was "PRUNED after epoch 5" of 5: it had trained to its end."""
+    trials = _trials(tmp_path / "study", *WORDS, "--trials", "4", "--train.epochs", "3")
+    for value in (0.1, 0.2, 0.9):
+        cell = _next(trials)
+        folder = tmp_path / f"journal{cell.number}"
+        folder.mkdir()
+        with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
+            for epoch in (1, 2, 3):
+                metrics = {"val/loss": value, "train/epoch": float(epoch)}
+                append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
+        assert not trials.is_pruned(cell, folder)
+        assert trials.study.trials[cell.number - 1].intermediate_values == dict.fromkeys(
+            (1, 2, 3), value
+        )
+        _finish(trials, cell, value)
+
+
 def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
     words = ["--vary", "train.batch_size=4,64", "--vary", "train.accumulate=1,8"]
     trials = _trials(tmp_path / "study", *words, how="grid")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.process import signals
+from tests.conftest import PYTHON
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LIBRARY = """
@@ -140,3 +141,15 @@ def test_what_is_ignored_stays_ignored() -> None:
             assert came() is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "predict", "runs", "stop", "tidy"])
+def test_ctrl_c_among_the_first_imports_ends_a_command_in_a_word(name: str, tmp_path: Path) -> None:
+    """In the first 0.3 s it printed a traceback of imports."""
+    (tmp_path / "psutil.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [PYTHON, "-m", f"flows.{name}", "--help"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -76,8 +76,12 @@ def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
         "of a worker": [],
         "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3:4"],
     }
-    prefect = Prefect(monkeypatch, {name: {"tags": words} for name, words in tags.items()})
-    dead = ["dead", "another with its pid"]
+    runs: dict[str, Any] = {name: {"tags": words} for name, words in tags.items()}
+    gone = f"process:{host}:{2**22 + 1}:1.00"  # where its flow has moved it
+    runs |= {"moved": {"tags": ["a"], "infrastructure_pid": gone}}
+    runs |= {"of another worker": {"tags": [], "infrastructure_pid": f"{host}:{2**22 + 1}"}}
+    prefect = Prefect(monkeypatch, runs)
+    dead = ["dead", "another with its pid", "moved"]
     assert list(end_dead_flow_runs("http://x/api", {}, does=False)) == dead and not prefect.ended
     assert list(end_dead_flow_runs("http://x/api", {})) == dead
     assert prefect.ended == dict.fromkeys(dead, ("CRASHED", "Its process was gone."))
@@ -116,6 +120,29 @@ def test_a_flow_run_gets_the_end_that_its_run_had_while_prefect_was_away(
         "failed": ("FAILED", "FAILED in MLflow: why"),
         "killed": ("CRASHED", "KILLED in MLflow: why"),
     }
+
+
+def test_a_cancelled_flow_run_says_where_it_is_and_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It had the message of its worker, no link, and no command to go on."""
+    _kept(tmp_path, "cancelled", "KILLED")
+    file = tmp_path / "cancelled" / "run.json"
+    more = {"run_id": "abc", "open_command": "http://x/#/abc", "error": "terminated"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    (tmp_path / "cancelled" / "metrics.jsonl").touch()
+    state = {"type": "CANCELLED", "name": "Cancelled", "message": "Flow run was cancelled."}
+    prefect = Prefect(monkeypatch, {"cancelled": {"state": state, "tags": []}})
+    correct_flow_run_ends("http://x/api", read_flow_run_ends(tmp_path))
+    kind, message = prefect.ended["cancelled"]
+    assert kind == "CANCELLED" and message.splitlines() == [
+        "KILLED in MLflow: terminated",
+        "http://x/#/abc",
+        f"Go on with it on {socket.gethostname()}: `python -m flows.train --resume abc`",
+    ]
+    prefect.runs, prefect.ended = {"cancelled": {"state": {**state, "message": message}}}, {}
+    correct_flow_run_ends("http://x/api", read_flow_run_ends(tmp_path))
+    assert not prefect.ended, "said once"
 
 
 def test_what_ends_while_the_dead_are_looked_for_keeps_its_end(

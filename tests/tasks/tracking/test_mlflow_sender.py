@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from io import FileIO
@@ -26,8 +27,9 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
 from tasks.run.failures import classify_failure
+from tasks.run.known_runs import RunStart, read_start
 from tasks.tracking import mlflow_sender, mlflow_store, orphaned_runs
-from tasks.tracking.journal import Journal, SenderEnded, append_line, start_sender
+from tasks.tracking.journal import Journal, RunGone, SenderEnded, append_line, start_sender
 from tasks.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
@@ -117,6 +119,64 @@ def test_the_times_of_a_journal_never_go_back(
         again.close(_run())
     metrics = MlflowClient(where.tracking_uri).get_run(journal.run_id).data.metrics
     assert metrics["time/total_s"] == 3.0
+
+
+def test_two_copies_of_a_folder_never_both_go_on_with_their_run(tmp_path: Path) -> None:
+    """At once, the second ended with exit code 2 by luck, and blamed the tracking_uri."""
+    where, gone = _where(tmp_path), []
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags={})
+        RunStart(journal.run_id, journal.experiment_id, "one").write(journal.folder)
+        journal.close(_run("KILLED"))
+    _until(lambda: not is_held(journal.folder / "sending.lock"))
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
+    copies = [where, where.model_copy(update={"runs": str(tmp_path / "copy")})]
+    together = threading.Barrier(2)
+
+    def go_on(where: TrackingSettings) -> None:
+        folder = Path(where.runs) / "one"
+        start = read_start(folder)
+        assert start is not None
+        claim = {"marks": start.mark_resume(folder).marks, "by": f"{where.runs} from step 7"}
+        with Journal(where, folder) as again:
+            again.open(None)
+            together.wait(60)
+            try:
+                again.reopen(journal.ids, tags={}, claim=claim)
+            except RunGone as error:
+                gone.append(str(error))
+            else:
+                again.log({"train/loss": 1.0}, 8)
+                again.close(_run())
+
+    both = [threading.Thread(target=go_on, args=(copy,)) for copy in copies]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert gone and all("in another copy of this folder" in text for text in gone)
+    history = MlflowClient(where.tracking_uri).get_metric_history(journal.run_id, "train/loss")
+    assert len(history) == 2 - len(gone)
+
+
+def test_a_copy_of_a_folder_whose_run_is_being_trained_here_is_refused(tmp_path: Path) -> None:
+    """It went on beside the other, and each ended the other's run."""
+    where = _where(tmp_path)
+    me = psutil.Process()
+    tags = {"host": socket.gethostname(), "pid": str(me.pid)}
+    tags |= {"process.started_at": str(me.create_time())}
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags=tags)
+        shutil.copytree(tmp_path / "runs" / "one", tmp_path / "copy" / "one")
+        elsewhere = where.model_copy(update={"runs": str(tmp_path / "copy")})
+        with Journal(elsewhere, tmp_path / "copy" / "one") as again:
+            again.open(None)
+            claim = {"marks": ["a"], "by": "somebody"}
+            with pytest.raises(RunGone, match=f"is being trained by process {me.pid}, in another"):
+                again.reopen(journal.ids, tags={**tags, "pid": "1"}, claim=claim)
+        journal.close(_run())
 
 
 def test_a_step_that_is_logged_late_has_the_time_when_it_was_taken(tmp_path: Path) -> None:
