@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,17 @@ def test_what_is_logged_after_the_end_belongs_to_the_record(place: Path) -> None
     assert _wait_for(place, ended) == "FINISHED"
     (known,) = list_known_runs(Path(".headroom/runs"))
     assert known.state == "FINISHED"
+
+
+def test_what_sends_it_leaves_no_pipe_open(place: Path) -> None:
+    """Where warnings are errors, the one of an unclosed file came in the midst of what followed."""
+    with account(run_name="own", quiet=True) as run:
+        pass
+    run.log({"test/loss": 0.25})
+    before = psutil.Process().num_fds()
+    run.send_added()
+    assert psutil.Process().num_fds() == before
+    assert _wait_for(place, "select value from latest_metrics where key = 'test/loss'") == 0.25
 
 
 def test_what_is_logged_after_the_end_is_sent_when_the_program_ends(place: Path) -> None:
