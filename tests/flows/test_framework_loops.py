@@ -351,6 +351,19 @@ def _log_oddly(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
+def _log_no_number(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """A metric of the user's, whose error is the user's."""
+    loss: Tensor = self.compute_loss(batch)
+    self.metric.update(loss)
+    self.log("mean", self.metric, on_step=False, on_epoch=True)
+    return loss
+
+
+def _add_metric(self: Any, stage: str) -> None:
+    self.metric = importlib.import_module("torchmetrics").MeanMetric()
+    self.metric.compute = lambda: (1, 2)
+
+
 def _begin_oddly(self: Any) -> None:
     self.hparams.update({"a b@": 1, "c": {"d[0]": None}, "e": [1, 2], "f": nn.Linear})
 
@@ -411,6 +424,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no zero_grad": {"optimizer_zero_grad": lambda self, *_: None},
     "clipped by itself": {"configure_gradient_clipping": lambda self, *_, **__: None},
     "odd names": {"training_step": _log_oddly},
+    "a metric that fails": {"setup": _add_metric, "training_step": _log_no_number},
     "odd params": {"setup": lambda self, stage: _begin_oddly(self)},
     "attention": {"configure_model": _forget_attention},
     "left batches": {"on_train_batch_start": _return_after},
