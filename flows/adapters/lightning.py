@@ -159,7 +159,10 @@ class HeadroomCallback(Adapter, Callback):
         """Log the metrics that are new; train_..., val_... and test_... as train/..., val/... and
         test/..., as the record names them."""
         assert self.run is not None
-        found = trainer.callback_metrics
+        try:
+            found = trainer.callback_metrics
+        except Exception:  # of a metric of the user's: it comes again where Lightning reads it
+            return
         new = {name: v for name, v in found.items() if v is not self._seen.get(name)}
         self._seen |= new
         told = {

@@ -594,7 +594,8 @@ class Journal:
     def send_added(self) -> None:
         """Send what was added after the end, by a process that nobody waits for."""
         sender = start_sender(self.where)
-        assert sender.stdin is not None
+        assert sender.stdin is not None and sender.stdout is not None
+        sender.stdout.close()  # nobody reads its answers
         with suppress(OSError):
             for order in (self._orders[0], {"do": "add", "folder": str(self.folder)}):
                 sender.stdin.write(json.dumps(order) + "\n")

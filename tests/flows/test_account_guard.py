@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -27,59 +24,16 @@ from tasks.run.account import Account
 from tasks.run.adapter import Adapter
 from tasks.run.recording import Recording
 from tests.conftest import PYTHON, desk_environment
+from tests.flows.faults import break_function, fail, find_method, list_points, send_nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
-# Answers as the sending process does, and sends nothing.
-SENDER = r"""s/^.*"do": "begin".*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
-s/^.*"do": "close".*$/{"to": "close", "closed": true, "times": {}}/"""
-
-
-def _fail(*_: Any, **__: Any) -> Any:
-    raise LookupError("a fault of ours")  # wherever we stand
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, place: Any) -> Iterator[None]:
     """Runs that nobody sends, and whose only step is counted."""
-
-    def start_sender(where: Any) -> subprocess.Popen[str]:
-        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen(["sed", "-u", SENDER], **pipe)
-
-    monkeypatch.setattr("tasks.tracking.journal.start_sender", start_sender)
-    monkeypatch.setattr("tasks.tracking.journal.SILENT_S", 0.2)
-    monkeypatch.setattr("tasks.tracking.journal.OPEN_S", 0.2)
-    monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
-    monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if "accelerate" in sys.modules:
-        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
-
-
-def _break(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    """Let the function, wherever it is held, raise an error of ours as soon as it is called."""
-    inner = inspect.unwrap(getattr(function, "__func__", function))
-    code = _fail.__code__.replace(co_freevars=inner.__code__.co_freevars)
-    monkeypatch.setattr(inner, "__code__", code)
-
-
-def _list_points(cls: type, but: tuple[str, ...] = ()) -> list[str]:
-    """All that can be called of a class by its users: those that are ours."""
-    names = [
-        name
-        for base in cls.__mro__
-        if guard.is_ours(base) and base not in (Recording, guard.Guarded)
-        for name, found in vars(base).items()
-        if isinstance(found, FunctionType) and not name.startswith("_")
-    ]
-    return sorted({*names} - {*but, guard.TAKE})
-
-
-def _find(cls: type, name: str) -> Any:
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+    with send_nothing(monkeypatch):
+        yield
 
 
 def _make() -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
@@ -143,8 +97,8 @@ def _play(is_told: bool = True, *, asks: bool = False) -> list[Tensor]:
 
 
 OF_LOOP = [
-    *((Account, name) for name in _list_points(Account, but=("begin",))),
-    *((OwnLoop, name) for name in _list_points(OwnLoop, but=own_loop.ASKED)),
+    *((Account, name) for name in list_points(Account, but=("begin",))),
+    *((OwnLoop, name) for name in list_points(OwnLoop, but=own_loop.ASKED)),
 ]
 # What the account itself does, at the start and at the end.
 WITHIN = [
@@ -174,7 +128,7 @@ def test_an_error_of_ours_wherever_it_comes_ends_no_loop(
     point: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = _play(is_told=False)
-    _break(monkeypatch, _find(*point))
+    break_function(monkeypatch, find_method(*point))
     told = _play(asks=point[1] == "forecast")
     assert all(torch.equal(one, other) for one, other in zip(plain, told, strict=True))
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
@@ -214,7 +168,7 @@ def test_an_error_in_each_hook_ends_no_loop(
     for name, call in hooks.items():
         caplog.clear()
         with monkeypatch.context() as broken:
-            _break(broken, call)
+            break_function(broken, call)
             told = train(is_told=True)
         assert all(torch.equal(one, other) for one, other in zip(plain, told, strict=True)), name
         assert [record for record in caplog.records if record.exc_info], name
@@ -228,7 +182,7 @@ def test_a_fault_is_told_once_and_stands_in_the_record(
     with account(run_name="own", model=net, optimizer=opt, quiet=True) as run:
         for at, x in enumerate(run.batches(rows)):
             if at == 3:
-                monkeypatch.setattr(OwnLoop, "_end_step", _fail)
+                monkeypatch.setattr(OwnLoop, "_end_step", fail)
             net(x).mean().backward()
             opt.step()
             run.log({"train/loss": float(at)}, at)

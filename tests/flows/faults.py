@@ -1,0 +1,75 @@
+"""Faults of ours, put where a test wants one, and runs that nobody sends."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from tasks.engine.accounts import guard, own_loop
+from tasks.run.recording import Recording
+
+# Answers as the sending process does, and sends nothing.
+SENDER = r"""s/^.*"do": "begin".*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
+s/^.*"do": "close".*$/{"to": "close", "closed": true, "times": {}}/"""
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    """Raise an error of ours."""
+    raise LookupError("a fault of ours")  # wherever we stand
+
+
+def break_function(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    """Let the function, wherever it is held, raise an error of ours as soon as it is called."""
+    inner = inspect.unwrap(getattr(function, "__func__", function))
+    code = fail.__code__.replace(co_freevars=inner.__code__.co_freevars)
+    monkeypatch.setattr(inner, "__code__", code)
+
+
+def list_points(cls: type, but: tuple[str, ...] = (), *, is_within: bool = False) -> list[str]:
+    """Return the methods of a class that are ours: what its users may call, or is_within: what
+    those call."""
+    names = [
+        name
+        for base in cls.__mro__
+        if guard.is_ours(base) and base not in (Recording, guard.Guarded)
+        for name, found in vars(base).items()
+        if isinstance(found, FunctionType)
+        and name.startswith("_") == is_within
+        and not name.startswith("__")
+    ]
+    return sorted({*names} - {*but, guard.TAKE})
+
+
+def find_method(cls: type, name: str) -> Any:
+    """Return the method as its class has it."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
+@contextmanager
+def send_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep runs that nobody sends, whose only step is counted, and leave what frameworks keep of a
+    process as it was: of accelerate its own state, of Lightning handlers."""
+
+    def start_sender(where: Any) -> subprocess.Popen[str]:
+        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.Popen(["sed", "-u", SENDER], **pipe)
+
+    monkeypatch.setattr("tasks.tracking.journal.start_sender", start_sender)
+    monkeypatch.setattr("tasks.tracking.journal.SILENT_S", 0.2)
+    monkeypatch.setattr("tasks.tracking.journal.OPEN_S", 0.2)
+    monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
+    monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
