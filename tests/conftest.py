@@ -47,6 +47,7 @@ SLOW = (
     "tasks/tracking/test_send_later",
     "flows/test_search",
     "flows/test_own",
+    "flows/test_framework_loops",
     "flows/test_families",
     "flows/test_predict",
     "tasks/test_forecast_other_gpus",

@@ -57,7 +57,7 @@ _measuring: dict[str, int] = {}  # accounts that are open, by the device whose p
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
-class Account(Recording, Guarded, raising=("begin",)):
+class Account(Recording, Guarded, raising=("begin", "forecast")):
     """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
 
     def __init__(
@@ -220,9 +220,12 @@ class Account(Recording, Guarded, raising=("begin",)):
     def forecast(self, *gpus: str) -> LoopForecast:
         """Return what a step takes at its peak, and whether it would fit these GPUs, by default
         those of `loop_forecast.USUAL_GPUS`: of a loop with one model and one optimizer, after its
-        first step. Raises RuntimeError, KeyError and UnforeseeableMemory."""
+        first step. It is asked for its answer, and so it raises what is wrong with the question:
+        RuntimeError, KeyError and UnforeseeableMemory. What is measured goes on."""
         from tasks.engine.training import loop_forecast
 
+        if self._loop is None or self._is_lost:
+            raise RuntimeError("forecast: this run measures nothing that could be foretold")
         loop = self.loop
         if len(loop.models) != 1 or len(loop.optimizers) != 1:
             raise RuntimeError(
