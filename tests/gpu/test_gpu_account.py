@@ -24,7 +24,8 @@ MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
-def settled() -> Iterator[None]:
+def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.COUNT_SHARE", float("inf"))  # so short
     gc.collect()
     torch.cuda.empty_cache()
     yield
