@@ -9,7 +9,6 @@ opening a run. No process that trains imports it.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
 from tasks.engine.settings.read_settings import select_params  # noqa: E402
+from tasks.process.command import pause_collection  # noqa: E402
 from tasks.process.redaction import redact  # noqa: E402
 from tasks.tracking import mlflow_store  # noqa: E402
 from tasks.tracking.mlflow_pages import ComparisonView, find_old_comparisons  # noqa: E402
@@ -63,19 +63,6 @@ def find_newest_metrics(
             if name in run.data.metrics:
                 found.setdefault(name, run.data.metrics[name])
     return found
-
-
-@contextmanager
-def _pause_collection() -> Iterator[None]:
-    """Collect no garbage: MLflow makes 200 objects of a run, and most of the time of reading 1,000
-    runs went into looking through those of all before."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager
@@ -261,7 +248,7 @@ class ExperimentRuns:
         Raises TrackingError for a query that MLflow refuses.
         """
         found = []
-        with _pause_collection():
+        with pause_collection():
             for run in self._search_runs(query, at_once=min(PAGE, (last or PAGE) + OTHERS)):
                 if _is_training(run):
                     found.append(_describe_run(run))
