@@ -191,7 +191,6 @@ FEATURE_NAMES = ("x", "data", "features", "images")
 LABEL_NAMES = {"labels": "label", "targets": "target"}
 CHANNELS = (1, 3, 4)
 BOMB_BYTES, BOMB_RATIO = 64 * 1024**2, 200  # real measurements hardly shrink 10 times
-MOST_ARRAYS = 1000
 LAST_CHARACTER = 0x10FFFF
 BROKEN = (
     zipfile.BadZipFile,
@@ -251,15 +250,12 @@ def read_headers(
     headers: dict[str, ArrayHeader] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            check_array_count(len(archive.infolist()), path.name)
             picked = pick([name.removesuffix(".npy") for name in archive.namelist()])
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name not in picked:
                     continue
                 what = f"{path.name} array {shorten(name)}"
-                if name in headers:
-                    raise DataError(f"data.path: {what} is there twice; write the file anew")
                 ratio = member.file_size / max(member.compress_size, 1)
                 if member.file_size > BOMB_BYTES and ratio > BOMB_RATIO:
                     raise DataError(
@@ -275,15 +271,6 @@ def read_headers(
     except BROKEN as error:
         raise DataError(_describe_damage(path, error)) from None
     return headers
-
-
-def check_array_count(arrays: int, label: str) -> None:
-    """Raise DataError where there are so many arrays that looking at each would take long."""
-    if arrays > MOST_ARRAYS:
-        raise DataError(
-            f"data.path: {label} holds {arrays:,} arrays, and at most {MOST_ARRAYS:,} are looked "
-            "at; save the features as one array and the labels as another"
-        )
 
 
 def _describe_damage(path: Path, error: BaseException) -> str:
@@ -454,7 +441,6 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
             start = 8 + int.from_bytes(head.read(8), "little")
         with safe_open(path, framework="numpy") as file:
             names = file.offset_keys()  # in the order of their bytes
-            check_array_count(len(names), path.name)
             for name in names:
                 part = file.get_slice(name)
                 kind, shape = part.get_dtype(), tuple(part.get_shape())
