@@ -26,7 +26,6 @@ from tasks.process.redaction import redact
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
 PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
 WORKER = "worker"  # how the names of those parts begin that have runs as their children
-KEEPER = "keeper"  # the part that starts the others again
 
 
 class ServeError(RuntimeError):
