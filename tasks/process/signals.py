@@ -163,8 +163,8 @@ def hold_signals(hurry: Callable[[], None]) -> Iterator[None]:
 
 def _find_handlers(*numbers: int) -> dict[int, Any]:
     """Return what stands for these signals, but for those that are ignored."""
-    found: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
-    return {n: handler for n, handler in found.items() if handler is not signal.SIG_IGN}
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
+    return {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
 
 
 def _put_handler(handler: Callable[..., None], before: Mapping[int, Any]) -> Callable[[], None]:

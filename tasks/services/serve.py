@@ -113,8 +113,8 @@ def print_status() -> int:
         return 1
     states = {name: _describe_state(name, alive.get(name)) for name in _list_parts()}
     for name, state in states.items():
-        known = alive[name].address if name in alive else f"log: {make_log_path(FOLDER, name)}"
-        print(f"{name:8} {state:10} {known}")
+        place = alive[name].address if name in alive else f"log: {make_log_path(FOLDER, name)}"
+        print(f"{name:8} {state:10} {place}")
     return 0 if set(states.values()) == {"up"} else 1
 
 
@@ -124,8 +124,8 @@ def run_mlflow_ui() -> int:
     if not chosen.keeps_files:
         print(f"The runs are on a tracking server: {_find_server_page(chosen)}")
         return 0
-    if found := find_parts(FOLDER).get("mlflow"):
-        print(f"MLflow is up already, with `make serve`: {found.address}{_find_first_page(chosen)}")
+    if page := find_parts(FOLDER).get("mlflow"):
+        print(f"MLflow is up already, with `make serve`: {page.address}{_find_first_page(chosen)}")
         return 0
     port = read_port(*MLFLOW_PORT)
     require_free_port(port, MLFLOW_PORT[0])
@@ -209,8 +209,8 @@ def find_mlflow_address() -> tuple[str, str]:
 
     The second is empty where the port is the default one.
     """
-    if found := find_parts(FOLDER).get("mlflow"):
-        return found.address, ""
+    if page := find_parts(FOLDER).get("mlflow"):
+        return page.address, ""
     variable, usual = MLFLOW_PORT
     try:
         port = read_port(*MLFLOW_PORT)
@@ -274,18 +274,18 @@ def choose_addresses(
     Those that are not up get a port that no other process holds. Raises ServeError where
     there is none.
     """
-    found = {name: up[name].address for name in ports if name in up}
+    addresses = {name: up[name].address for name in ports if name in up}
     for name, (variable, usual) in ports.items():
         if name not in up:
             address = f"http://127.0.0.1:{read_port(variable, usual)}"
-            if other := next((n for n, a in found.items() if a == address), None):
+            if other := next((n for n, a in addresses.items() if a == address), None):
                 both = address.rpartition(":")[2]
                 raise SettingError(
                     f"{variable}: must differ from {ports[other][0]} (both are {both})"
                 )
             require_free_port(read_port(variable, usual), variable)
-            found[name] = address
-    return found
+            addresses[name] = address
+    return addresses
 
 
 def _describe_state(name: str, part: Part | None) -> str:

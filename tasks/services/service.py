@@ -82,14 +82,14 @@ def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
     that goes on, though the process that started it died, is left alone, and ended with the
     service. Raises ServeError, with the end of the log of what failed.
     """
-    found = dict(up)
+    parts = dict(up)
     try:
         missing = [name for name in plan.addresses if name not in up]
         if "prefect" in missing:
             require_own_home(plan.folder, local_prefect.find_prefect_home().absolute())
         _provide_database()
-        found |= {name: _start_from_plan(name, plan) for name in missing if name in HEALTH}
-        _wait_until_ready("prefect", found["prefect"], plan)
+        parts |= {name: _start_from_plan(name, plan) for name in missing if name in HEALTH}
+        _wait_until_ready("prefect", parts["prefect"], plan)
         if any(name == "prefect" or name.startswith(WORKER) for name in missing):
             _deploy(plan, up)
         is_online = partial(prefect_http.is_worker_online, plan.api, since=time.time())
@@ -98,8 +98,8 @@ def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
         }
         for name, worker in workers.items():
             _wait_until_ready(name, worker, plan, partial(is_online, worker.address))
-        if "mlflow" in found:
-            _wait_until_ready("mlflow", found["mlflow"], plan)
+        if "mlflow" in parts:
+            _wait_until_ready("mlflow", parts["mlflow"], plan)
     except OSError as error:
         take_down(plan.folder, but=up)
         raise ServeError(f"Prefect's server stopped answering: {error}") from None
@@ -111,11 +111,11 @@ def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
 def put_right(plan: ServicePlan, up: Mapping[str, Part]) -> dict[str, FlowRunEnd]:
     """Give flow runs that do not tell the truth their true state, by their names. Raises
     OSError."""
-    known: dict[str, FlowRunEnd] = {}
+    ends: dict[str, FlowRunEnd] = {}
     for host, runs in plan.runs:
-        known |= prefect_http.read_flow_run_ends(runs, host)
-    dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=find_worker_starts(up))
-    return {**dead, **prefect_http.correct_flow_run_ends(plan.api, known)}
+        ends |= prefect_http.read_flow_run_ends(runs, host)
+    dead = prefect_http.end_dead_flow_runs(plan.api, ends, workers=find_worker_starts(up))
+    return {**dead, **prefect_http.correct_flow_run_ends(plan.api, ends)}
 
 
 def take_down(folder: Path, *, but: Collection[str] = ()) -> None:

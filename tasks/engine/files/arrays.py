@@ -295,21 +295,21 @@ def choose_arrays(
         y_name = plain[pick_target(list(plain), target, label)]
     others = [name for name in headers if name != y_name]
     usual = [name for name in others if name.lower() in FEATURE_NAMES]
-    found = usual if len(others) > 1 else others
-    if len(found) != 1:
+    features = usual if len(others) > 1 else others
+    if len(features) != 1:
         raise DataError(
             f"data.path: {label} must hold one array of features beside {y_name!r}, or one named "
             f"{', '.join(FEATURE_NAMES)} (got {format_list(others) or 'none'}); save it so"
         )
-    x, y = headers[found[0]], headers[y_name]
-    check_numeric_type(x, f"{label} array {found[0]!r}")
+    x, y = headers[features[0]], headers[y_name]
+    check_numeric_type(x, f"{label} array {features[0]!r}")
     if y.dtype.kind != "U":
         check_numeric_type(y, f"{label} array {y_name!r}")
     if x.shape[:1] == (0,):
-        raise DataError(f"data.path: {label} array {found[0]!r} has no rows; write some")
+        raise DataError(f"data.path: {label} array {features[0]!r} has no rows; write some")
     if not 2 <= len(x.shape) <= 4 or 0 in x.shape:
         raise DataError(
-            f"data.path: {label} array {found[0]!r} must be rows (n, features) or images "
+            f"data.path: {label} array {features[0]!r} must be rows (n, features) or images "
             f"(n, h, w), (n, c, h, w) or (n, h, w, c) (got shape {x.shape}); reshape it"
         )
     if not 1 <= len(y.shape) <= 2 or 0 in y.shape or (y.dtype.kind == "U" and y.shape[1:] > (1,)):
@@ -319,10 +319,10 @@ def choose_arrays(
         )
     if x.shape[0] != y.shape[0]:
         raise DataError(
-            f"data.path: {label} array {found[0]!r} has {x.shape[0]:,} rows, but {y_name!r} has "
+            f"data.path: {label} array {features[0]!r} has {x.shape[0]:,} rows, but {y_name!r} has "
             f"{y.shape[0]:,}; they must be as many"
         )
-    return found[0], y_name
+    return features[0], y_name
 
 
 def read_blocks(

@@ -103,14 +103,14 @@ def _find_objects() -> tuple[list[Any], list[Any]]:
 
 
 def _find_subclass_ids(classes: list[type]) -> set[int]:
-    found: dict[int, type] = {}
+    subclasses: dict[int, type] = {}
     waiting = list(classes)
     while waiting:
         cls = waiting.pop()
-        if id(cls) not in found:
-            found[id(cls)] = cls
+        if id(cls) not in subclasses:
+            subclasses[id(cls)] = cls
             waiting += type.__subclasses__(cls)
-    return set(found)
+    return set(subclasses)
 
 
 def _is_on_device(storage: torch.UntypedStorage, device: torch.device) -> bool:
@@ -157,7 +157,7 @@ def _read_saved(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, as they are: unpacking would run hooks, which may
     copy or recompute."""
     names = {n for cls in type(node).__mro__ for n in vars(cls) if n.startswith("_raw_saved_")}
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name in names:
         try:
             saved = getattr(node, name)
@@ -166,8 +166,8 @@ def _read_saved(node: Any) -> list[Tensor]:
         for one in saved if isinstance(saved, (list, tuple)) else (saved,):
             data: Any = getattr(one, "data", None)
             if Tensor in type(data).__mro__:
-                found.append(data)
-    return found
+                tensors.append(data)
+    return tensors
 
 
 MOST_STEPS = (

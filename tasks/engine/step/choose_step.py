@@ -107,12 +107,12 @@ class StepChoice:
 
     def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record."""
-        found = {
+        metrics = {
             "time/plain_step_ms": _convert_to_ms(self.plain_step_s),
             "time/compiled_step_ms": _convert_to_ms(self.compiled_step_s),
             "time/compile_s": self.cost_s,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 @dataclass(frozen=True)
