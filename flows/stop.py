@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if (seen := _find_process(alive[0])) is not None:
             return _stop_run(alive[0], *seen, now=asked.now)
         if time.monotonic() > until:
-            why = "its process can't be seen from here: another container's, or an older version's"
+            why = "its process can't be seen from here: it may be another container's"
             print(f"RUN: {_describe_run(alive[0])} can't be stopped: {why}", file=sys.stderr)
             return 1
         time.sleep(ASK_EVERY_S)  # one that begins is announced at once, and one that ends let go

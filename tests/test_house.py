@@ -17,12 +17,10 @@ import pytest
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
-LOGGED = ROOT / "tests" / "logged_models"  # with the code of the day
 FILES = sorted(
     file
     for storey in ("flows", "tasks", "benchmarks", "tests")
     for file in (ROOT / storey).rglob("*.py")
-    if not file.is_relative_to(LOGGED)
 )
 # Imports run along these lists only: a room knows those before it.
 ENGINE_ROOMS = (
@@ -59,8 +57,6 @@ MODULES = {
     for file in FILES
     if file.name != "__init__.py" and file.relative_to(ROOT).parts[0] in ("flows", "tasks")
 }
-# Where models that were logged before the rooms were look for their loader.
-OLD_LOADER = "tasks.engine.predictor"
 
 
 def _room(module: str) -> str:
@@ -105,14 +101,12 @@ def _id(file: Path) -> str:
 
 
 def test_every_module_lies_in_a_room_of_the_list() -> None:
-    assert {_room(module) for module in MODULES if module != OLD_LOADER} == set(ROOMS)
+    assert {_room(module) for module in MODULES} == set(ROOMS)
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_along_the_list_of_rooms(module: str) -> None:
     """The engine's rooms know nothing above them, nor do the others beside it."""
-    if module == OLD_LOADER:
-        return
     mine = ROOMS.index(_room(module))
     # A command line knows the flow that it plays, and a flow begins with its command line.
     known = {"flows.cli"} if _room(module) == "flows" else set()
@@ -133,7 +127,7 @@ def test_from_outside_a_room_is_entered_by_its_front_doors(room: str) -> None:
         need
         for module in MODULES
         for need in _needs(module)
-        if _room(need) == room != _room(module) and module != OLD_LOADER
+        if _room(need) == room != _room(module)
     }
     assert used <= _doors(room), "no front doors"
     # Some are asked for by their names only: processes of their own, and what benchmarks measure.
@@ -258,7 +252,7 @@ def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
 def _edges() -> dict[str, set[str]]:
     """The rooms that each room imports from."""
     edges: dict[str, set[str]] = {room: set() for room in reversed(ROOMS)}
-    for module in set(MODULES) - {OLD_LOADER}:
+    for module in MODULES:
         edges[_room(module)] |= {_room(need) for need in _needs(module)} - {_room(module)}
     edges["flows.cli"].discard("flows")  # the other way is drawn
     return edges
@@ -290,7 +284,7 @@ def _rooms() -> Iterator[str]:
         folder = ROOT / room.replace(".", "/")
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         told = " ".join(text.partition("Front doors:")[0].split())
-        files = [MODULES[m] for m in MODULES if _room(m) == room and m != OLD_LOADER]
+        files = [MODULES[m] for m in MODULES if _room(m) == room]
         lines = sum(len(file.read_text().splitlines()) for file in files)
         inner = _doors(room) if "Front doors:" in text else ()
         doors = ", ".join(f"`{module.rpartition('.')[2]}`" for module in sorted(inner))

@@ -1,14 +1,12 @@
 """Makes signals and standard streams harmless to a command. A signal (Ctrl-C, SIGTERM, a
-terminal that closes) ends it in order: a handler that raises wherever the program stands
-may do so inside a library, which swallows the exception or leaves half of something behind;
-this one raises in this project's own code, as soon as that goes on. A standard stream never
-makes it fail: whoever reads it may be gone (`| head`), the disk may be full, it may be
-closed from the start, and not every terminal can show every letter.
+terminal that closes) ends it in order: it is raised as an exception where the program stands, and
+again where a library has swallowed that; between two steps of a training it waits for the end of
+the step. A standard stream never makes it fail: whoever reads it may be gone (`| head`), the disk
+may be full, it may be closed from the start, and not every terminal can show every letter.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import signal
@@ -59,12 +57,10 @@ ENDING_SIGNALS = {
     signal.SIGTERM: "terminated",
     signal.SIGHUP: "hung up",
 }
-PATIENCE_S = 5.0  # for code that is not ours, such as a read that blocks; then it is raised there
+PATIENCE_S = 5.0  # after which it is raised again, where a library has swallowed it
 AGAIN_S = (
     1.0  # a second Ctrl-C means it; a signal to a process and to its group comes twice at once
 )
-_PROJECT = os.path.abspath(os.path.join(__file__, "..", "..", "..")) + os.sep
-_OWN = (f"{_PROJECT}flows{os.sep}", f"{_PROJECT}tasks{os.sep}")
 
 STEP_S = 10.0  # for a step to end; a second signal does not wait
 _begun_in: int | None = None  # the process that has something to leave in order
@@ -167,8 +163,8 @@ def hold_signals(hurry: Callable[[], None]) -> Iterator[None]:
 
 def _find_handlers(*numbers: int) -> dict[int, Any]:
     """Return what stands for these signals, but for those that are ignored."""
-    found: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
-    return {n: handler for n, handler in found.items() if handler is not signal.SIG_IGN}
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
+    return {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
 
 
 def _put_handler(handler: Callable[..., None], before: Mapping[int, Any]) -> Callable[[], None]:
@@ -203,7 +199,7 @@ def deliver_signal() -> None:
 
 
 def enable_signal_exceptions() -> None:
-    """Raise a signal as an exception in our own code from now on.
+    """Raise a signal as an exception from now on.
 
     Call it once there is something to clean up at the end.
     """
@@ -223,7 +219,6 @@ def disable_signal_exceptions(code: int | None = None) -> None:
     global _begun_in, _final_code
     _begun_in, _final_code = None, code
     signal.setitimer(signal.ITIMER_REAL, 0)
-    sys.settrace(None)
 
 
 def find_exit_code() -> int | None:
@@ -254,38 +249,14 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
                 os.write(2, f"{describe_signal()}\n".encode())
         finally:
             os._exit(128 + number if _final_code is None else _final_code)
-    if _begun_in != os.getpid() or frame is None or _is_own(frame):  # or a worker process of ours
-        raise _make_exception()
-    signal.signal(signal.SIGALRM, _raise_if_swallowed)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S, PATIENCE_S)
-    below: FrameType | None = frame
-    while below is not None:
-        if _is_returning_to_own(below):
-            below.f_trace = _raise_between
-        below = below.f_back
-    sys.settrace(_raise_between)
-
-
-def _raise_between(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-    """Trace calls: raise where other code calls ours, and where it returns to ours.
-
-    Not at the next line of ours: that may be a `finally` or the end of a `with`, which Python would
-    then pass over. At its return a function has no more `except`, and ours sees it raise.
-    """
-    if event == "return" or _is_own(frame):
-        raise _make_exception()  # which also ends the tracing
-    return _raise_between if _is_returning_to_own(frame) else None
-
-
-def _is_returning_to_own(frame: FrameType) -> bool:
-    is_plain = not frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
-    called_by_own = frame.f_back is not None and _is_own(frame.f_back)
-    return is_plain and called_by_own and not _is_own(frame)
+    if _begun_in == os.getpid():  # not a worker process of ours
+        signal.signal(signal.SIGALRM, _raise_if_swallowed)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE_S, PATIENCE_S)
+    raise _make_exception()
 
 
 def _raise_if_swallowed(number: int, frame: FrameType | None) -> None:
-    if _raised is None or _raised() is None:  # not yet raised, or swallowed where it was
-        sys.settrace(None)
+    if _raised is None or _raised() is None:
         raise _make_exception()
 
 
@@ -295,8 +266,3 @@ def _make_exception() -> BaseException:
     error = Interrupted() if number == signal.SIGINT else Terminated(128 + number)
     _raised = weakref.ref(error)
     return error
-
-
-def _is_own(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_OWN) and name != __file__

@@ -145,9 +145,8 @@ def choose_made_at(runs: Path) -> float:
 
 def _read_made_at(folder: Path) -> float:
     start = read_json(folder / START)
-    with suppress(TypeError, ValueError):
-        # Of an older version: when it began, or was gone on with.
-        return float(start.get("made_at") or start.get("began_at") or 0)
+    with suppress(KeyError, TypeError, ValueError):
+        return float(start["made_at"])
     return 0.0
 
 

@@ -26,7 +26,6 @@ from tasks.process.redaction import redact
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
 PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
 WORKER = "worker"  # how the names of those parts begin that have runs as their children
-KEEPER = "keeper"  # the part that starts the others again
 
 
 class ServeError(RuntimeError):
@@ -109,13 +108,14 @@ def find_own_processes(folder: Path) -> dict[psutil.Process, dict[str, str]]:
     """
     if not (folder / "mark").exists():
         return {}
-    mark, found = provide_mark(folder), {}
+    mark = provide_mark(folder)
+    processes = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
             if environment.get(MARK) == mark and process.pid != os.getpid():
-                found[process] = environment
-    return found
+                processes[process] = environment
+    return processes
 
 
 def find_parts(folder: Path) -> dict[str, Part]:
@@ -127,23 +127,23 @@ def find_parts(folder: Path) -> dict[str, Part]:
         p: env.get(PART, "") for p, env in find_own_processes(folder).items() if FLOW_RUN not in env
     }
     by_pid = {process.pid: part for process, part in ours.items()}
-    found = {}
+    parts = {}
     for process, part in ours.items():
         with suppress(psutil.Error):
             if part and by_pid.get(process.ppid()) != part:
                 name, _, address = part.partition(" ")
-                found[name] = Part(address, process)
-    return found
+                parts[name] = Part(address, process)
+    return parts
 
 
 def find_worker_starts(up: Mapping[str, Part]) -> list[float]:
     """Return when the workers among them began, in Unix time."""
-    found = []
+    starts = []
     for name, part in up.items():
         with suppress(psutil.Error):
             if name.startswith(WORKER):
-                found.append(part.process.create_time())
-    return found
+                starts.append(part.process.create_time())
+    return starts
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -235,9 +235,13 @@ def require_own_home(folder: Path, home: Path) -> None:
 
 def _describe_port_holder(port: int) -> str | None:
     with suppress(psutil.Error):  # macOS shows others' sockets to root only
-        for found in psutil.net_connections(kind="tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN:
-                if found.pid is None:
+        for connection in psutil.net_connections(kind="tcp"):
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+            ):
+                if connection.pid is None:
                     return "held by another user's process"
-                return f"held by {psutil.Process(found.pid).name()} (pid {found.pid})"
+                return f"held by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return None

@@ -1,7 +1,7 @@
-"""The service on one machine: a Prefect server, a worker for the deployments of prefect.yaml,
-MLflow's UI, and a keeper, which starts again what dies. `python -m tasks.services.serve up`,
-`down`, `status`; `ui` is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since
-neither Prefect's nor MLflow's server asks for a password.
+"""The service on one machine: a Prefect server, a worker for the deployments of prefect.yaml, and
+MLflow's UI. `python -m tasks.services.serve up`, `down`, `status`; `up` starts what is not up. `ui`
+is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither Prefect's nor
+MLflow's server asks for a password.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tasks.process import command, prefect_http
 from tasks.process.redaction import redact, remove_login
 from tasks.services import service
 from tasks.services.parts import (
-    KEEPER,
     Part,
     ServeError,
     SettingError,
@@ -37,7 +36,6 @@ from tasks.services.parts import (
     read_port,
     require_free_port,
 )
-from tasks.tracking import send_later
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE, make_experiment_path, make_run_path
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
@@ -55,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
         "down": stop_service,
         "status": print_status,
         "ui": run_mlflow_ui,
-        "keep": keep,
     }
     parser = argparse.ArgumentParser(prog="python -m tasks.services.serve", description=__doc__)
     parser.add_argument("action", choices=list(actions))
@@ -80,22 +77,18 @@ def start_service() -> int:
     return 0
 
 
-def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
-    """Start what of the service is not up; return the plan, of which then everything is.
-
-    is_keeper: whether it is this process that will look after it.
-    """
+def start_missing_parts() -> service.ServicePlan:
+    """Start what of the service is not up; return the plan, of which then everything is."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with hold_service_lock(FOLDER):
-        alive = service.add_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
+        alive = find_parts(FOLDER)
         plan = _make_plan(alive)
         gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
-            if not is_keeper:
-                print("It is up already.")
+            print("It is up already.")
         else:
             if alive:
                 print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
@@ -105,7 +98,6 @@ def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
 
 def stop_service() -> int:
     """End what `up` started, and nothing else."""
-    service.end_keeper(FOLDER)  # which may just be starting something, and would go on
     with hold_service_lock(FOLDER):
         names = find_parts(FOLDER)
         service.take_down(FOLDER)
@@ -121,22 +113,9 @@ def print_status() -> int:
         return 1
     states = {name: _describe_state(name, alive.get(name)) for name in _list_parts()}
     for name, state in states.items():
-        known = alive[name].address if name in alive else f"log: {make_log_path(FOLDER, name)}"
-        print(f"{name:8} {state:10} {known}")
+        place = alive[name].address if name in alive else f"log: {make_log_path(FOLDER, name)}"
+        print(f"{name:8} {state:10} {place}")
     return 0 if set(states.values()) == {"up"} else 1
-
-
-def keep() -> int:
-    """Look after what `up` has started, for ever: `up` starts this too."""
-    chosen = read_tracking_settings()
-
-    def send() -> None:
-        if chosen.send_later_s and send_later.is_needed(Path(chosen.runs)):
-            api = find_parts(FOLDER)["prefect"].address + "/api"
-            send_later.start(chosen, api)
-
-    service.look_after_parts(FOLDER, lambda: start_missing_parts(is_keeper=True), send)
-    return 0
 
 
 def run_mlflow_ui() -> int:
@@ -145,8 +124,8 @@ def run_mlflow_ui() -> int:
     if not chosen.keeps_files:
         print(f"The runs are on a tracking server: {_find_server_page(chosen)}")
         return 0
-    if found := find_parts(FOLDER).get("mlflow"):
-        print(f"MLflow is up already, with `make serve`: {found.address}{_find_first_page(chosen)}")
+    if page := find_parts(FOLDER).get("mlflow"):
+        print(f"MLflow is up already, with `make serve`: {page.address}{_find_first_page(chosen)}")
         return 0
     port = read_port(*MLFLOW_PORT)
     require_free_port(port, MLFLOW_PORT[0])
@@ -230,8 +209,8 @@ def find_mlflow_address() -> tuple[str, str]:
 
     The second is empty where the port is the default one.
     """
-    if found := find_parts(FOLDER).get("mlflow"):
-        return found.address, ""
+    if page := find_parts(FOLDER).get("mlflow"):
+        return page.address, ""
     variable, usual = MLFLOW_PORT
     try:
         port = read_port(*MLFLOW_PORT)
@@ -265,7 +244,7 @@ def _list_parts() -> list[str]:
     Where a tracking server has the runs, it has a UI of its own.
     """
     is_local = not read_tracking_settings().tracking_uri.startswith(("http", "databricks"))
-    return ["prefect", *(["mlflow"] if is_local else []), "worker", KEEPER]
+    return ["prefect", *(["mlflow"] if is_local else []), "worker"]
 
 
 def _make_plan(up: Mapping[str, Part]) -> service.ServicePlan:
@@ -275,7 +254,6 @@ def _make_plan(up: Mapping[str, Part]) -> service.ServicePlan:
     addresses = {
         **choose_addresses(ports, up),
         "worker": socket.gethostname(),
-        KEEPER: service.KEEPER_ADDRESS,
     }
     addresses |= {name: part.address for name, part in up.items()}
     return service.ServicePlan(
@@ -296,18 +274,18 @@ def choose_addresses(
     Those that are not up get a port that no other process holds. Raises ServeError where
     there is none.
     """
-    found = {name: up[name].address for name in ports if name in up}
+    addresses = {name: up[name].address for name in ports if name in up}
     for name, (variable, usual) in ports.items():
         if name not in up:
             address = f"http://127.0.0.1:{read_port(variable, usual)}"
-            if other := next((n for n, a in found.items() if a == address), None):
+            if other := next((n for n, a in addresses.items() if a == address), None):
                 both = address.rpartition(":")[2]
                 raise SettingError(
                     f"{variable}: must differ from {ports[other][0]} (both are {both})"
                 )
             require_free_port(read_port(variable, usual), variable)
-            found[name] = address
-    return found
+            addresses[name] = address
+    return addresses
 
 
 def _describe_state(name: str, part: Part | None) -> str:

@@ -305,9 +305,8 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
 
 def _read_made_at(folder: Path) -> float:
     """Return when its run was made, by its start.json: its name has another clock's time."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        start = json.loads((folder / START).read_text())
-        return float(start.get("made_at") or start.get("began_at") or 0)
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        return float(json.loads((folder / START).read_text())["made_at"])
     return 0.0
 
 

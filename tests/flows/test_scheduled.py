@@ -191,10 +191,10 @@ def ended(service: Service, flow_run: str) -> str | None:
 
 def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
     before = find_parts(service.folder)
-    assert before.keys() == {"prefect", "mlflow", "worker", "keeper"}
+    assert before.keys() == {"prefect", "mlflow", "worker"}
     assert "It is up already." in service.serve("up")
     assert find_parts(service.folder) == before
-    assert service.serve("status").count(" up ") == 4
+    assert service.serve("status").count(" up ") == 3
     assert is_healthy(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
 
 
@@ -336,8 +336,6 @@ def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(
         (one, *_) = service.ask("POST", "flow_runs/filter", asked)
         set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="why", name=name)
         set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="", name="Worse")
-    keeper = find_parts(service.folder)["keeper"].process
-    keeper.kill()  # it would start the worker again
     worker = find_parts(service.folder)["worker"].process
     worker.kill()
     for what in ("got worse", "failed", "no worker is left", "not all sent", "was gone on with"):

@@ -21,7 +21,7 @@ NUMBER, CATEGORY, DATE = "number", "category", "date"
 DAY_S = 86_400
 WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 # Of a date: days since 1970 with their fractions, how far the year is as a place on a circle, and 1
-# for its day of the week. Weekdays as one number and hours alone are what earlier models took.
+# for its day of the week.
 SEASON_PARTS = ("month", "year_sin", "year_cos")
 DATE_PARTS = ("days", "year", *SEASON_PARTS, *WEEKDAYS)
 TIME_PARTS = ("hour", "day_sin", "day_cos")  # where there are times of day
@@ -185,7 +185,6 @@ def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
         "month": lambda: date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
         "year_sin": lambda: np.sin(of_year),
         "year_cos": lambda: np.cos(of_year),
-        "weekday": lambda: weekday,
         **{name: partial(np.equal, weekday, i) for i, name in enumerate(WEEKDAYS)},
         "hour": lambda: hour,
         "day_sin": lambda: np.sin(of_day),

@@ -57,7 +57,7 @@ from tasks.engine.files.prepared_cache import (
 from tasks.engine.files.source_data import DataError, RawData, check_memory, resolve_cache_folder
 from tasks.engine.files.table_store import Table
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens, build_default_text
-from tasks.engine.settings.run_config import SPLIT_SETTINGS, TABLE_FILES, TOKEN_SOURCES, DataConfig
+from tasks.engine.settings.run_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
 
 ENCODING = 2  # of the columns of a table as inputs: counted up where they become others
 PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
@@ -492,8 +492,6 @@ def _collect_settings(data: DataConfig) -> dict[str, Any]:
         unused |= {"target", "task", "split_seed", "scale", "scale_target", "target_transform"}
     else:
         unused |= {"context", "vocab"}
-    # What was prepared before there were these stays as it was called.
-    unused |= {*SPLIT_SETTINGS} - {*data.own_split}
     settings = data.model_dump(exclude=unused)
     if data.source in TABLE_FILES:
         settings["encoding"] = ENCODING

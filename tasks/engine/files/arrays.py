@@ -191,7 +191,6 @@ FEATURE_NAMES = ("x", "data", "features", "images")
 LABEL_NAMES = {"labels": "label", "targets": "target"}
 CHANNELS = (1, 3, 4)
 BOMB_BYTES, BOMB_RATIO = 64 * 1024**2, 200  # real measurements hardly shrink 10 times
-MOST_ARRAYS = 1000
 LAST_CHARACTER = 0x10FFFF
 BROKEN = (
     zipfile.BadZipFile,
@@ -251,15 +250,12 @@ def read_headers(
     headers: dict[str, ArrayHeader] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            check_array_count(len(archive.infolist()), path.name)
             picked = pick([name.removesuffix(".npy") for name in archive.namelist()])
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name not in picked:
                     continue
                 what = f"{path.name} array {shorten(name)}"
-                if name in headers:
-                    raise DataError(f"data.path: {what} is there twice; write the file anew")
                 ratio = member.file_size / max(member.compress_size, 1)
                 if member.file_size > BOMB_BYTES and ratio > BOMB_RATIO:
                     raise DataError(
@@ -275,15 +271,6 @@ def read_headers(
     except BROKEN as error:
         raise DataError(_describe_damage(path, error)) from None
     return headers
-
-
-def check_array_count(arrays: int, label: str) -> None:
-    """Raise DataError where there are so many arrays that looking at each would take long."""
-    if arrays > MOST_ARRAYS:
-        raise DataError(
-            f"data.path: {label} holds {arrays:,} arrays, and at most {MOST_ARRAYS:,} are looked "
-            "at; save the features as one array and the labels as another"
-        )
 
 
 def _describe_damage(path: Path, error: BaseException) -> str:
@@ -308,21 +295,21 @@ def choose_arrays(
         y_name = plain[pick_target(list(plain), target, label)]
     others = [name for name in headers if name != y_name]
     usual = [name for name in others if name.lower() in FEATURE_NAMES]
-    found = usual if len(others) > 1 else others
-    if len(found) != 1:
+    features = usual if len(others) > 1 else others
+    if len(features) != 1:
         raise DataError(
             f"data.path: {label} must hold one array of features beside {y_name!r}, or one named "
             f"{', '.join(FEATURE_NAMES)} (got {format_list(others) or 'none'}); save it so"
         )
-    x, y = headers[found[0]], headers[y_name]
-    check_numeric_type(x, f"{label} array {found[0]!r}")
+    x, y = headers[features[0]], headers[y_name]
+    check_numeric_type(x, f"{label} array {features[0]!r}")
     if y.dtype.kind != "U":
         check_numeric_type(y, f"{label} array {y_name!r}")
     if x.shape[:1] == (0,):
-        raise DataError(f"data.path: {label} array {found[0]!r} has no rows; write some")
+        raise DataError(f"data.path: {label} array {features[0]!r} has no rows; write some")
     if not 2 <= len(x.shape) <= 4 or 0 in x.shape:
         raise DataError(
-            f"data.path: {label} array {found[0]!r} must be rows (n, features) or images "
+            f"data.path: {label} array {features[0]!r} must be rows (n, features) or images "
             f"(n, h, w), (n, c, h, w) or (n, h, w, c) (got shape {x.shape}); reshape it"
         )
     if not 1 <= len(y.shape) <= 2 or 0 in y.shape or (y.dtype.kind == "U" and y.shape[1:] > (1,)):
@@ -332,10 +319,10 @@ def choose_arrays(
         )
     if x.shape[0] != y.shape[0]:
         raise DataError(
-            f"data.path: {label} array {found[0]!r} has {x.shape[0]:,} rows, but {y_name!r} has "
+            f"data.path: {label} array {features[0]!r} has {x.shape[0]:,} rows, but {y_name!r} has "
             f"{y.shape[0]:,}; they must be as many"
         )
-    return found[0], y_name
+    return features[0], y_name
 
 
 def read_blocks(
@@ -454,7 +441,6 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
             start = 8 + int.from_bytes(head.read(8), "little")
         with safe_open(path, framework="numpy") as file:
             names = file.offset_keys()  # in the order of their bytes
-            check_array_count(len(names), path.name)
             for name in names:
                 part = file.get_slice(name)
                 kind, shape = part.get_dtype(), tuple(part.get_shape())

@@ -12,7 +12,7 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -103,14 +103,14 @@ def _find_objects() -> tuple[list[Any], list[Any]]:
 
 
 def _find_subclass_ids(classes: list[type]) -> set[int]:
-    found: dict[int, type] = {}
+    subclasses: dict[int, type] = {}
     waiting = list(classes)
     while waiting:
         cls = waiting.pop()
-        if id(cls) not in found:
-            found[id(cls)] = cls
+        if id(cls) not in subclasses:
+            subclasses[id(cls)] = cls
             waiting += type.__subclasses__(cls)
-    return set(found)
+    return set(subclasses)
 
 
 def _is_on_device(storage: torch.UntypedStorage, device: torch.device) -> bool:
@@ -157,7 +157,7 @@ def _read_saved(node: Any) -> list[Tensor]:
     """Return the tensors that a node saved, as they are: unpacking would run hooks, which may
     copy or recompute."""
     names = {n for cls in type(node).__mro__ for n in vars(cls) if n.startswith("_raw_saved_")}
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name in names:
         try:
             saved = getattr(node, name)
@@ -166,12 +166,13 @@ def _read_saved(node: Any) -> list[Tensor]:
         for one in saved if isinstance(saved, (list, tuple)) else (saved,):
             data: Any = getattr(one, "data", None)
             if Tensor in type(data).__mro__:
-                found.append(data)
-    return found
+                tensors.append(data)
+    return tensors
 
 
-MOST_CLIMBS = 24  # each costs a pass over all Python objects, some 0.05 s
-MOST_STEPS = 6  # that are put in words
+MOST_STEPS = (
+    12  # up, three for a layer in another; each costs a pass over all Python objects, some 0.05 s
+)
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")  # of an nn.Module: not worth a word
 
 
@@ -186,174 +187,100 @@ class HolderStep:
 
 
 class Holders:
-    """Scans the process once and names the holders of objects. Discard it at once, since ids
+    """Names the holders of objects by a short chain of referrers. Discard it at once, since ids
     are reused."""
 
     def __init__(self, ours: Iterable[type] = ()) -> None:
         # `ours`: classes of the caller's own records, which hold the object only to look at it.
         self._ours = (*ours, HolderStep)
         self._locals = _find_running_locals()
-        self._known: dict[int, list[HolderStep]] = {}
+        self._steps: dict[int, list[HolderStep]] = {}
 
     def find_holder(self, thing: Any) -> str | None:
         """Return who holds `thing`, from near to far; None where no Python object does."""
         words: list[str] = []
-        for step in self._climb(thing, {id(thing)}):
+        above, seen = thing, {id(thing)}
+        while above is not None and len(seen) <= MOST_STEPS:
+            steps = self._find_steps(above)
+            step = next((s for s in steps if s.above is None or id(s.above) not in seen), None)
+            if step is None:
+                break
             _join(words, step.words)
-        if len(words) > MOST_STEPS:
-            words[MOST_STEPS - 2 : -1] = ["..."]
+            above = step.above
+            seen |= {id(above), id(_read_attributes(above))}
         return " in ".join(words) or None
-
-    def _climb(self, thing: Any, seen: set[int]) -> list[HolderStep]:
-        """Return the way up to something with a name; the first one tried, where none gets
-        there."""
-        first: list[HolderStep] = []
-        for step in self._find_steps(thing):
-            if step.above is None:
-                return [step]
-            if id(step.above) in seen or len(seen) > MOST_CLIMBS:
-                continue
-            seen.add(id(step.above))
-            way = [step, *self._climb(step.above, seen)]
-            if way[-1].above is None:
-                return way
-            first = first or way
-        return first
 
     def _find_steps(self, thing: Any) -> list[HolderStep]:
         """Return the holders, the most informative first; remembered, since the parts of a
         model share them from the second on."""
-        if id(thing) not in self._known:
-            found = []
+        if id(thing) not in self._steps:
+            steps = []
             # A plain loop: a comprehension would hold `thing` in a closure of ours, and find it.
             for holder in gc.get_referrers(thing):
-                if type(holder) not in self._ours:
-                    found.append(_describe(holder, thing))
+                step = None if type(holder) in self._ours else _describe(holder, thing)
+                if step is not None:
+                    steps.append(step)
             if id(thing) in self._locals:
-                found.append(HolderStep(self._locals[id(thing)], rank=2))
-            steps = [step for step in found if step is not None]
-            self._known[id(thing)] = sorted(steps, key=lambda step: step.rank)
-        return self._known[id(thing)]
+                steps.append(HolderStep(self._locals[id(thing)], rank=1))
+            self._steps[id(thing)] = sorted(steps, key=lambda step: step.rank)
+        return self._steps[id(thing)]
 
 
 def _describe(holder: Any, thing: Any) -> HolderStep | None:
-    cls = type(holder)
-    for kind, describe in _KINDS:
-        if kind in cls.__mro__:
-            return describe(holder, thing)
+    kind = type(holder)
+    if kind is types.ModuleType:
+        return None  # its names are a dict, and named there
+    if kind is types.FrameType:
+        return _describe_frame(holder, thing)
+    if kind is types.FunctionType:
+        if holder.__code__.co_filename == __file__ or thing is holder.__globals__:
+            return None
+        place = _describe_place(holder.__code__, holder.__code__.co_firstlineno)
+        return HolderStep(f"function {place}", rank=3, above=holder)
+    if type in kind.__mro__:
+        return HolderStep(f"of class {holder.__module__}.{holder.__qualname__}", rank=0)
+    if dict in kind.__mro__:
+        return _describe_dict(holder, thing)
     return _describe_object(holder, thing)
 
 
-def _describe_dict(holder: dict[Any, Any], thing: Any) -> HolderStep | None:
-    keys = [key for key, value in list(dict.items(holder)) if value is thing]
-    if not keys:
-        return HolderStep("the keys of a dict", rank=5, above=holder)
+def _describe_dict(holder: dict[Any, Any], thing: Any) -> HolderStep:
+    key = next((key for key, value in list(dict.items(holder)) if value is thing), None)
     module = dict.get(holder, "__name__") if type(holder) is dict else None
     if type(module) is str and "__spec__" in holder and "__loader__" in holder:
-        return HolderStep(f"module {module}, name {_quote(keys[0])}", rank=0)
-    return HolderStep(f"dict, key {_quote(keys[0])}", rank=5, above=holder)
-
-
-def _describe_module(holder: types.ModuleType, thing: Any) -> HolderStep | None:
-    return None  # its names are a dict, and named there
+        return HolderStep(f"module {module}, name {_quote(key)}", rank=0)
+    return HolderStep(f"dict, key {_quote(key)}", rank=4, above=holder)
 
 
 def _describe_frame(holder: types.FrameType, thing: Any) -> HolderStep | None:
+    """Of a function that has ended and is kept, as by a traceback."""
     if holder.f_code.co_filename == __file__:
         return None
-    names = [name for name, value in _copy_locals(holder).items() if value is thing]
-    if not names:  # the frame that it called, or its globals
+    name = next((name for name, value in _copy_locals(holder).items() if value is thing), None)
+    if name is None:  # the frame that it called, or its globals
         return None
-    error = _find_error_with(holder)
-    kept = f"exception {error}'s traceback" if error else "something that keeps it"
     place = _describe_place(holder.f_code, holder.f_lineno)
-    return HolderStep(f"{kept}, frame {place}, local {_quote(names[0])}", rank=1)
+    return HolderStep(f"local {_quote(name)} of the kept frame {place}", rank=2, above=holder)
 
 
-def _describe_cell(holder: types.CellType, thing: Any) -> HolderStep | None:
-    for closure in gc.get_referrers(holder):
-        if type(closure) is not tuple:
-            continue
-        for function in gc.get_referrers(closure):
-            if type(function) is types.FunctionType and function.__closure__ is closure:
-                names = function.__code__.co_freevars
-                name = next((n for n, c in zip(names, closure, strict=False) if c is holder), None)
-                place = _describe_place(function.__code__, function.__code__.co_firstlineno)
-                return HolderStep(f"cell {_quote(name)} of closure {place}", rank=3, above=function)
-    return None  # of a running function: its locals tell
-
-
-def _describe_function(holder: types.FunctionType, thing: Any) -> HolderStep | None:
-    if holder.__code__.co_filename == __file__ or thing is holder.__globals__:
-        return None
-    place = _describe_place(holder.__code__, holder.__code__.co_firstlineno)
-    if thing is holder.__dict__:
-        return HolderStep(f"attributes of function {place}", rank=4, above=holder)
-    return HolderStep(f"default argument of function {place}", rank=4, above=holder)
-
-
-def _describe_generator(holder: Any, thing: Any) -> HolderStep | None:
-    names = ("gi_code", "cr_code", "ag_code")
-    code: Any = next(getattr(holder, name) for name in names if hasattr(holder, name))
-    return HolderStep(f"suspended function {_describe_place(code, code.co_firstlineno)}", rank=2)
-
-
-def _describe_class(holder: type, thing: Any) -> HolderStep | None:
-    return HolderStep(f"of class {holder.__module__}.{holder.__qualname__}", rank=1)
-
-
-def _describe_sequence(holder: Any, thing: Any) -> HolderStep | None:
-    return HolderStep(type(holder).__name__, rank=6, above=holder)
-
-
-def _describe_error(holder: BaseException, thing: Any) -> HolderStep | None:
-    name = type(holder).__name__
-    if thing is holder.__traceback__ or thing is holder.__cause__ or thing is holder.__context__:
-        return HolderStep(f"exception {name}", rank=7, above=holder)
-    return HolderStep(f"exception {name}, its arguments or attributes", rank=4, above=holder)
-
-
-def _describe_object(holder: Any, thing: Any) -> HolderStep | None:
+def _describe_object(holder: Any, thing: Any) -> HolderStep:
     """Any other object: by attribute, where it has one of its own that is the thing."""
-    kind = type(holder).__name__
+    kind, attributes = type(holder).__name__, _read_attributes(holder)
+    if attributes is None:
+        return HolderStep(kind, rank=5, above=holder)
+    if thing is attributes:
+        return HolderStep(f"of {kind}", rank=3, above=holder)
+    name = next((name for name, value in list(attributes.items()) if value is thing), None)
+    words = kind if name is None else f"attribute {_quote(name)} of {kind}"
+    return HolderStep(words, rank=3, above=holder)
+
+
+def _read_attributes(holder: Any) -> dict[str, Any] | None:
     try:
-        names = object.__getattribute__(holder, "__dict__")
+        attributes = object.__getattribute__(holder, "__dict__")
     except (AttributeError, TypeError):
-        names = {}
-    if type(names) is dict:
-        if thing is names:
-            return HolderStep(f"of {kind}", rank=4, above=holder)
-        for name, value in list(names.items()):
-            if value is thing:
-                return HolderStep(f"attribute {_quote(name)} of {kind}", rank=4, above=holder)
-    for cls in type(holder).__mro__:
-        for name, member in vars(cls).items():
-            if type(member) is types.MemberDescriptorType and _read_slot(member, holder) is thing:
-                return HolderStep(f"attribute {_quote(name)} of {kind}", rank=4, above=holder)
-    return HolderStep(kind, rank=8, above=holder)
-
-
-def _read_slot(member: types.MemberDescriptorType, holder: Any) -> Any:
-    try:
-        return member.__get__(holder)
-    except (AttributeError, TypeError):  # an empty slot
         return None
-
-
-_KINDS: tuple[tuple[type, Callable[[Any, Any], HolderStep | None]], ...] = (
-    (dict, _describe_dict),
-    (types.ModuleType, _describe_module),
-    (types.FrameType, _describe_frame),
-    (types.CellType, _describe_cell),
-    (types.FunctionType, _describe_function),
-    (types.GeneratorType, _describe_generator),
-    (types.CoroutineType, _describe_generator),
-    (types.AsyncGeneratorType, _describe_generator),
-    (type, _describe_class),
-    (list, _describe_sequence),
-    (tuple, _describe_sequence),
-    (BaseException, _describe_error),
-)
+    return attributes if type(attributes) is dict else None
 
 
 def _join(words: list[str], more: str) -> None:
@@ -369,25 +296,22 @@ def _join(words: list[str], more: str) -> None:
                 more = f"{words.pop().removeprefix(prefix)} {more}"
             else:
                 more = f"attribute {key} {more}"
-    words.append(more)
+    if more != "traceback" or words[-1:] != [more]:  # those of several frames hold each other
+        words.append(more)
 
 
 def _find_running_locals() -> dict[int, str]:
-    """Return the names of the locals of running functions, by the id of their values."""
-    found: dict[int, str] = {}
-    # Before 3.13 looking changes what locals() returned, so other threads are left alone.
-    safe = sys.version_info >= (3, 13)
-    for top in sys._current_frames().values() if safe else (sys._getframe(),):
-        frame: types.FrameType | None = top
-        while frame is not None:
-            if frame.f_code.co_filename != __file__ and frame.f_code.co_name != "<module>":
-                place = _describe_place(frame.f_code, frame.f_lineno)
-                for name, value in _copy_locals(frame).items():
-                    found.setdefault(id(value), f"local {_quote(name)} of function {place}")
-            frame = frame.f_back
-    # A frame in one of its own locals is a cycle, and the frames above would keep their tensors.
-    del top, frame
-    return found
+    """Return the names of the locals of this thread's running functions, by the id of their
+    values."""
+    names: dict[int, str] = {}
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename != __file__ and frame.f_code.co_name != "<module>":
+            place = _describe_place(frame.f_code, frame.f_lineno)
+            for name, value in _copy_locals(frame).items():
+                names.setdefault(id(value), f"local {_quote(name)} of function {place}")
+        frame = frame.f_back
+    return names
 
 
 def _copy_locals(frame: types.FrameType) -> dict[str, Any]:
@@ -397,24 +321,12 @@ def _copy_locals(frame: types.FrameType) -> dict[str, Any]:
     function ends, what the function itself releases: a leak made by looking for one.
     """
     snapshot = frame.f_locals
-    found = dict(snapshot)
+    copied = dict(snapshot)
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
     # 3 references: the frame's, ours, the call's. One more, and someone uses what locals() gave.
     if sys.version_info < (3, 13) and is_function and sys.getrefcount(snapshot) <= 3:
         snapshot.clear()
-    return found
-
-
-def _find_error_with(frame: types.FrameType) -> str | None:
-    """Return the class of an exception whose traceback holds the frame."""
-    for one in gc.get_objects():
-        if BaseException in type(one).__mro__:
-            step = one.__traceback__
-            while step is not None:
-                if step.tb_frame is frame:
-                    return type(one).__name__
-                step = step.tb_next
-    return None
+    return copied
 
 
 def _describe_place(code: types.CodeType, line: int | None) -> str:

@@ -1,6 +1,6 @@
-"""Handle a device that an error has broken for this process, such as an index out of range in a
-CUDA kernel: it answers every later call with that error, and its memory is returned when the
-process ends.
+"""Prove that a run gave its memory back, and name who holds what it did not; and handle a device
+that an error has broken for this process, such as an index out of range in a CUDA kernel: it
+answers every later call with that error, and its memory is returned when the process ends.
 """
 
 from __future__ import annotations
@@ -108,20 +108,22 @@ def take_baseline(device: torch.device | str) -> Baseline:
     device = torch.device(device)
     release_cached_memory(device)
     lives = find_live_tensors(device)
-    before = {live.key: live.bytes for live in lives}
     refs = {live.key: StorageWeakRef(live.storage) for live in lives}
-    found = Baseline(
-        count_allocated_bytes(device, lives), _measure_taken(device), before, tuple(refs.values())
+    baseline = Baseline(
+        bytes=count_allocated_bytes(device, lives),
+        taken=_measure_taken(device),
+        before={live.key: live.bytes for live in lives},
+        refs=tuple(refs.values()),
     )
-    _baselines[str(device)] = found
-    return found
+    _baselines[str(device)] = baseline
+    return baseline
 
 
 def ignore_tensor(tensor: Tensor) -> None:
     """Exempt a tensor that a library keeps for as long as the process lives: it is no leak of a
     run."""
-    for known in _baselines.values():
-        known.before[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    for baseline in _baselines.values():
+        baseline.before[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
 
 
 def release_device_memory(
@@ -142,10 +144,10 @@ def release_device_memory(
     device = torch.device(device)
     if is_broken(device):
         return _report_broken_device(device, baseline_bytes)
-    known = _baselines.get(str(device))
-    if known is not None and known.bytes != baseline_bytes:
-        known = None
-    before = known.before if known else {}
+    baseline = _baselines.get(str(device))
+    if baseline is not None and baseline.bytes != baseline_bytes:
+        baseline = None
+    before = baseline.before if baseline else {}
     found_bytes, is_clean = _check_in_use(device, before)
     before_bytes = max(found_bytes, held_bytes)
     if has_compiled():
@@ -158,11 +160,11 @@ def release_device_memory(
     after_bytes = found_bytes if seen else count_allocated_bytes(device, lives)
     above = max(0, after_bytes - baseline_bytes)
     taken = _measure_taken(device)
-    reserved_bytes = _compute_growth(taken.reserved, known.taken.reserved) if known else None
-    pooled_bytes = max(0, taken.pools - (known.taken.pools if known else 0))
+    reserved_bytes = _compute_growth(taken.reserved, baseline.taken.reserved) if baseline else None
+    pooled_bytes = max(0, taken.pools - (baseline.taken.pools if baseline else 0))
     leaks = _find_leaks(lives, before)
     leaked_bytes = sum(leak.bytes for leak in leaks)
-    if known is None:
+    if baseline is None:
         leaked_bytes = min(leaked_bytes, above)
     residual_bytes = max(0, above - leaked_bytes)
     return ReleaseFacts(
@@ -175,7 +177,9 @@ def release_device_memory(
         ok=not leaked_bytes and not pooled_bytes and bool(residual_bytes or not reserved_bytes),
         owners=_describe_owners(leaks) if leaked_bytes else (),
         reserved_bytes=reserved_bytes,
-        kept=_list_unreturned(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
+        kept=_list_unreturned(taken, baseline.taken, residual_bytes, pooled_bytes)
+        if baseline
+        else (),
     )
 
 
@@ -200,11 +204,12 @@ def measure_held_memory(
     source = make_allocator(device)
     reserved = source.read().get("reserved", 0)
     drop_cache(device)
-    lives, known = find_live_tensors(device), {s._cdata for t in mine for s in find_storages(t)}
-    found = _find_leaks(lives, {})
-    others = [one for one in found if one.ways[0].key not in known]
+    lives = find_live_tensors(device)
+    my_storages = {storage._cdata for tensor in mine for storage in find_storages(tensor)}
+    storages = _find_leaks(lives, {})
+    others = [one for one in storages if one.ways[0].key not in my_storages]
     others_bytes = sum(one.bytes for one in others)
-    mine_bytes = sum(one.bytes for one in found) - others_bytes
+    mine_bytes = sum(one.bytes for one in storages) - others_bytes
     in_use = count_allocated_bytes(device, lives)
     return ReleaseFacts(
         baseline_bytes=baseline_bytes,
@@ -243,14 +248,14 @@ def _list_unreturned(
     """Return by name what is above the baseline, beside tensors that somebody holds."""
     reserved_bytes = _compute_growth(now.reserved, before.reserved) or 0
     driver_bytes = _compute_growth(now.driver, before.driver) if before.driver is not None else None
-    found = {
+    sizes = {
         "workspaces of libraries": residual_bytes,
         "private pools of graphs": pools_bytes,
         "pinned host memory": _compute_growth(now.pinned, before.pinned) or 0,
         # Kernels are loaded when they are first used; of another process nobody can tell it apart.
         "the driver's context, or other processes": (driver_bytes or 0) - reserved_bytes,
     }
-    return tuple(UnreturnedMemory(name, size) for name, size in found.items() if size > 0)
+    return tuple(UnreturnedMemory(name, size) for name, size in sizes.items() if size > 0)
 
 
 def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
@@ -376,27 +381,27 @@ def make_release_metrics(facts: ReleaseFacts) -> dict[str, float]:
     """Return the metrics, under the names of the run record."""
     if facts.held_bytes is not None:
         return _make_held_metrics(facts, *facts.held_bytes)
-    found = {
+    metrics = {
         "memory/baseline_mib": facts.baseline_bytes / MIB,
         "memory/release_ok": float(facts.ok),
     }
     if facts.broken:
-        return found
-    found |= {
+        return metrics
+    metrics |= {
         "memory/released_mib": facts.released_bytes / MIB,
         "memory/residual_mib": facts.residual_bytes / MIB,
         "memory/leaked_mib": facts.leaked_bytes / MIB,
     }
     if facts.reserved_bytes is not None:
-        found["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
-    return found
+        metrics["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
+    return metrics
 
 
 def _make_held_metrics(facts: ReleaseFacts, mine: int, others: int) -> dict[str, float]:
-    found = {"memory/held_mib": mine / MIB, "memory/held_beside_mib": others / MIB}
+    metrics = {"memory/held_mib": mine / MIB, "memory/held_beside_mib": others / MIB}
     if facts.reserved_bytes is None:  # a device without a pool: nothing was cached, or residual
-        return found
-    return found | {
+        return metrics
+    return metrics | {
         "memory/baseline_mib": facts.baseline_bytes / MIB,
         "memory/released_mib": facts.released_bytes / MIB,
         "memory/residual_mib": facts.residual_bytes / MIB,
@@ -409,10 +414,10 @@ def describe_leak(facts: ReleaseFacts) -> str:
         kept = "; ".join(f"{kept.name} {_format_size(kept.bytes)}" for kept in facts.kept)
         reserved = _format_size(facts.reserved_bytes or 0)
         return f"{reserved} stay reserved ({kept or 'nobody tells why'})"
-    told = [_describe_lost(owner) for owner in facts.owners[:OWNERS_TOLD]]
+    owners = [_describe_lost(owner) for owner in facts.owners[:OWNERS_TOLD]]
     if len(facts.owners) > OWNERS_TOLD:
-        told.append(f"and {len(facts.owners) - OWNERS_TOLD} more")
-    return f"{_format_size(facts.leaked_bytes)} were not given back: {'; '.join(told)}"
+        owners.append(f"and {len(facts.owners) - OWNERS_TOLD} more")
+    return f"{_format_size(facts.leaked_bytes)} were not given back: {'; '.join(owners)}"
 
 
 def _describe_lost(owner: Owner) -> str:

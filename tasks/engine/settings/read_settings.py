@@ -459,8 +459,7 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
     """Return what was set or decided, as MLflow's params have it: no names of the run, nothing
     that is empty or means nothing here, and each argument of a mapping under its own name.
 
-    settings: as collect_params returns them, or the params of a run of an older version. task:
-    of the data, where it is known.
+    settings: as collect_params returns them. task: of the data, where it is known.
     """
     given: dict[str, str] = {}
     for name, value in settings.items():

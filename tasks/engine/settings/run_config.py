@@ -532,7 +532,7 @@ class TrainConfig(Section):
     """Seed of the weights, the order of the rows and dropout."""
     deterministic: Bool = False
     """Only what gives the same bits again: algorithms, and nothing that is chosen by timing, which
-    threads and train.compile: auto are."""
+    train.compile: auto is."""
     eval_every_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
     """Optimizer steps between two evaluations within an epoch, beside the one at its end."""
     best_metric: Text = "val/loss"

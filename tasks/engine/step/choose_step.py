@@ -1,9 +1,7 @@
-"""Chooses the fastest way of taking a step by measuring: how many threads on a CPU, a recorded
-graph on CUDA, and whether compiling pays, which a long run tries and a short run never begins.
-A small step is slower on several threads than on one, since each of its operations waits for
-all of them, by a factor of ten where others use the machine; a large one is faster; in between
-it is measured, unless the same bits are asked for. What earlier runs have measured is used;
-what was not measured is absent. It refuses to guess a gain.
+"""Chooses how a step is taken: on a CPU by one thread or by all, as the work says; by measuring,
+a recorded graph on CUDA, and whether compiling pays, which a long run tries and a short run never
+begins. What earlier runs have measured of compiling is used; what was not measured is absent. It
+refuses to guess a gain.
 """
 
 from __future__ import annotations
@@ -30,38 +28,23 @@ from tasks.engine.step.optimizer_step import Loss, Step, StepOutcome, StepTaker
 # Multiply-adds of a batch's forward pass, on 2 shared cores: at 1 million (mlp 64-128-64-10, batch
 # 64) one thread and two take 0.75 ms; at 30 million (784-256-128-10, batch 128) 2.3 and 1.7 ms, but
 # 2.8 and up to 26 ms while others work; at 240 million (batch 1024) 13 and 8 ms.
-ONE_THREAD_BELOW = 5_000_000
-ALL_THREADS_ABOVE = 500_000_000
+ONE_THREAD_BELOW = 50_000_000
 
 
 @contextmanager
-def set_cpu_threads(work: int, device: torch.device, *, fixed: bool) -> Iterator[int]:
-    """Set the number of CPU threads to begin with, and restore PyTorch's own at the end.
-    Yields the number to try.
+def set_cpu_threads(work: int, device: torch.device) -> Iterator[None]:
+    """Set the number of CPU threads, and restore PyTorch's own at the end.
 
-    One for small work on a CPU, else as many as PyTorch was given. work: multiply-adds of the
-    forward pass of one batch. fixed: decide by the work alone, for the same bits every day;
-    the number to try is then the one that is set.
+    One for small work on a CPU, whose operations would each wait for all threads; else as many
+    as PyTorch was given. work: multiply-adds of the forward pass of one batch.
     """
     most = torch.get_num_threads()
-    is_small = device.type == "cpu" and work < ALL_THREADS_ABOVE
+    is_small = device.type == "cpu" and work < ONE_THREAD_BELOW
     torch.set_num_threads(1 if is_small else most)
     try:
-        yield torch.get_num_threads() if fixed or work < ONE_THREAD_BELOW else most
+        yield
     finally:
         torch.set_num_threads(most)
-
-
-class ThreadedStep:
-    """Takes a step on so many CPU threads."""
-
-    def __init__(self, step: StepTaker, threads: int) -> None:
-        self._step, self.threads = step, threads
-
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        return self._step(x, y, norm=norm, watched=watched)
 
 
 MODES = {"default": "default", "max": "max-autotune-no-cudagraphs"}
@@ -124,12 +107,12 @@ class StepChoice:
 
     def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record."""
-        found = {
+        metrics = {
             "time/plain_step_ms": _convert_to_ms(self.plain_step_s),
             "time/compiled_step_ms": _convert_to_ms(self.compiled_step_s),
             "time/compile_s": self.cost_s,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -148,8 +131,6 @@ def _convert_to_ms(value_s: float | None) -> float | None:
 log = logging.getLogger(__name__)
 
 TIMED = 10  # steps of each measurement; its median counts
-FASTER = 0.95  # of the time on few threads is what makes more of them worth it
-TURNS = 3  # in which few and many threads are timed: others come and go
 # What a first compilation took here: 24 s on 2 CPU cores (an mlp of three layers, nothing cached).
 ASSUMED_COST_S = 25.0
 # A gain that nobody has measured is tried where trying costs at most this share of what is left.
@@ -178,19 +159,16 @@ class TunedStep:
         steps: int,
         wait: Callable[[], None],
         graphs: bool,
-        threads: int,
         rows: int = 0,
         known: EarlierTimings | None = None,
         recorded: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
-        replay and the model is one that may be. threads: to try beside those of now. rows: of a
-        whole batch; 0: of the first. recorded: called once steps are replayed from a graph, with
-        what that keeps beside the batch."""
+        replay and the model is one that may be. rows: of a whole batch; 0: of the first. recorded:
+        called once steps are replayed from a graph, with what that keeps beside the batch."""
         self._plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
-        self._threads = threads
         self._rows = rows  # of whole batches: only these are tried and compiled
         self._shape: Any = None  # of such a batch
         self._best: StepTaker = step
@@ -218,15 +196,14 @@ class TunedStep:
         """Return which way was chosen, once it was; see checkpoint/."""
         if self._script is not None:
             return {}
-        return {"threads": torch.get_num_threads(), "verdict": asdict(self.verdict)}
+        return {"verdict": asdict(self.verdict)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the way that `state` chose; whether to replay it, which gives the same numbers, is
         tried anew."""
         if not state:
             return
-        torch.set_num_threads(state["threads"])
-        self._threads, before = state["threads"], StepChoice(**state["verdict"])
+        before = StepChoice(**state["verdict"])
         mode = before.compiled.partition("+")[0]
         if mode == "no":
             self._best, self._script, self.verdict = self._plain, None, before
@@ -302,26 +279,10 @@ class TunedStep:
         return outcome
 
     def _run_trials(self) -> TrialSteps:
-        if self._threads != torch.get_num_threads():
-            yield from self._choose_threads()
         if self._mode == "auto":
             yield from self._choose_by_measure()
         elif self._mode != "off":
             yield from self._compile_as_asked(self._mode)
-
-    def _choose_threads(self) -> TrialSteps:
-        """Few threads, unless more are clearly faster: they suffer less from others."""
-        few, many = (
-            ThreadedStep(self._plain, threads)
-            for threads in sorted((torch.get_num_threads(), self._threads))
-        )
-        few_s, many_s = [(yield from _time_warm_step(few))], [(yield from _time_warm_step(many))]
-        for _ in range(TURNS - 1):
-            few_s.append((yield from _time_step(few)))
-            many_s.append((yield from _time_step(many)))
-        best = many if _compute_median(many_s) < FASTER * _compute_median(few_s) else few
-        torch.set_num_threads(best.threads)
-        self._best = self._plain
 
     def _choose_by_measure(self) -> TrialSteps:
         """auto."""
@@ -419,10 +380,6 @@ def _time_step(step: StepTaker) -> Generator[StepTaker, float | None, float | No
             return None
         taken.append(took_s)
     return median(taken)
-
-
-def _compute_median(taken: list[float | None]) -> float:
-    return median(s for s in taken if s is not None)  # a plain step can always be taken
 
 
 def _time_warm_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:

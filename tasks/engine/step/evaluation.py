@@ -158,10 +158,9 @@ class BestWeights:
         """Go back to where `state` was taken."""
         self._metrics, self.epoch = state["metrics"], state["epoch"]
         self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
-        # What checkpoints of before do not have:
-        self._reached = state.get("reached", self._read(self._metrics))
-        self.values = list(state.get("values", ()))
-        cells = state.get("cells")
+        self._reached = state["reached"]
+        self.values = list(state["values"])
+        cells = state["cells"]
         self.cells = None if cells is None else ConfusionCells(cells)
 
     def iterate_kept(self) -> Iterator[Tensor]:

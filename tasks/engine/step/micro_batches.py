@@ -266,8 +266,9 @@ class MicroBatches:
 
     def restore(self, state: list[Any]) -> None:
         """Go back to where `state` was taken."""
-        rows, self.recovered, self.fitted, self._calm, self._patience, self.tried, *learnt = state
-        self.is_learnt = learnt != [False]  # which older checkpoints do not have
+        rows, self.recovered, self.fitted, self._calm, self._patience, tried, learnt = state
+        self.tried = list(tried)
+        self.is_learnt = learnt
         self.rows = min(rows, self._whole)
 
     def ease(self, why: str) -> None:

@@ -48,7 +48,6 @@ class Place:
     """Where a training computes, and with what it may start there."""
 
     device: torch.device
-    threads: int  # to try beside those of now
     peak: PeakFlops | None
     admission: Admission
     ledger: AllocationLog
@@ -63,7 +62,6 @@ class Place:
             recorder=self.recorder,
             known=past.find_compile_timings(),
             micro_rows=self.admission.micro_batch,
-            threads=self.threads,
             graphs=self.admission.fits_graph and plan.may_replay,
         )
 
@@ -80,9 +78,7 @@ def take_place(plan: Plan, checked: ModelCheck, *, past: PastRuns, ranks: Ranks)
         stack.enter_context(allocators.keep_heap(device))
         stack.enter_context(set_matmul_precision(plan.precision))
         here = ranks.count_most_rows(train.batch_size)
-        threads = stack.enter_context(
-            set_cpu_threads(here * checked.work, device, fixed=train.deterministic)
-        )
+        stack.enter_context(set_cpu_threads(here * checked.work, device))
         if plan.device.index is not None and device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(plan.device.index))
         stack.enter_context(use_own_stream(device))
@@ -103,4 +99,4 @@ def take_place(plan: Plan, checked: ModelCheck, *, past: PastRuns, ranks: Ranks)
             limit_memory(plan.device, plan.settings.memory.limit_mib)
         )
         meter = MemoryMeter(device, source)  # before the model and the rows: they count too
-        yield Place(device, threads, peak, admission, ledger, meter, Owners())
+        yield Place(device, peak, admission, ledger, meter, Owners())

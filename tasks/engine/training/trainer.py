@@ -232,7 +232,7 @@ class _Trained:
         """Write the model and what belongs to it; return all that is known of the training."""
         plan, order, place, parts = self.plan, self.order, self.place, self.parts
         data, ranks, accounts = plan.data, order.ranks, parts.accounts
-        threads = torch.get_num_threads()  # after the trial
+        threads = torch.get_num_threads()
         limit_mib = plan.settings.memory.limit_mib
         measured = {
             **parts.make_metrics(),

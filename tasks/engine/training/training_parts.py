@@ -206,7 +206,6 @@ class Start:
     recorder: Recorder  # of the device's history
     known: EarlierTimings | None  # what runs alike measured of compiling
     micro_rows: int  # of a micro-batch
-    threads: int  # to try beside those of now
     graphs: bool  # whether steps may be replayed
 
 
@@ -336,7 +335,6 @@ def build_parts(
         rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait_for_device, device),
         graphs=start.graphs and ranks.is_alone,
-        threads=start.threads,
         known=start.known,
         recorded=partial(_keep_recorded, owners, accounts),
     )

@@ -647,7 +647,7 @@ def test_a_dict_of_a_notebook_is_refused_as_a_file_is(given: Any, told: str) -> 
     assert str(caught.value) == told
 
 
-def test_params_are_what_was_set_or_decided_and_those_of_before_read_alike() -> None:
+def test_params_are_what_was_set_or_decided() -> None:
     """A third of 64 was empty, and run.key and run.name filled MLflow's parallel coordinates."""
     config = RunConfig.model_validate(
         {"run": {"name": "mine", "key": "k"}, "model": {"args": {"dropout": 0.5}}}
@@ -656,6 +656,4 @@ def test_params_are_what_was_set_or_decided_and_those_of_before_read_alike() -> 
     params = read_settings.select_params(asked, task="classification")
     assert all(params.values()) and params["model.args.dropout"] == "0.5"
     assert not {"run.name", "run.key", "launch.port", "data.target_transform"} & set(params)
-    before = {k: "" if v is None else str(v) for k, v in asked.items()}
-    assert read_settings.select_params(before, task="classification") == params
     assert "data.target_transform" in read_settings.select_params(asked, task="regression")

@@ -28,16 +28,13 @@ def _step(compute=None) -> Step:
     )
 
 
-def _tuned(
-    step: Step, mode: str, *, steps: int = 40, graphs: bool = False, known=None, threads: int = 0
-):
+def _tuned(step: Step, mode: str, *, steps: int = 40, graphs: bool = False, known=None):
     return TunedStep(
         step,
         mode=mode,
         steps=steps,
         wait=lambda: None,
         graphs=graphs,
-        threads=threads or torch.get_num_threads(),
         known=known,
     )
 
@@ -178,24 +175,3 @@ def test_a_model_that_cannot_be_compiled_is_an_error_only_where_it_was_asked_for
     tuned = _tuned(_step(), "auto", steps=1000, known=known)
     assert _take(tuned, 30) == _take(_step(), 30)
     assert "the model cannot be compiled" in tuned.verdict.reason
-
-
-@pytest.mark.parametrize(("many_s", "chosen"), [(0.6, 2), (0.96, 1), (30.0, 1)])
-def test_more_threads_are_taken_where_they_are_clearly_faster(monkeypatch, many_s, chosen) -> None:
-    now = [0.0]
-    monkeypatch.setattr(choose_step, "perf_counter", lambda: now[0])
-    base = _step()
-
-    def compute(x, y):
-        now[0] += 1.0 if torch.get_num_threads() == 1 else many_s
-        return base.compute(x, y)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        tuned = _tuned(choose_step.replace(base, compute=compute), "off", threads=2)
-        assert _take(tuned, 80) == pytest.approx(_take(_step(), 80), rel=1e-5)
-        assert torch.get_num_threads() == chosen
-        assert tuned.verdict.compiled == "no"
-    finally:
-        torch.set_num_threads(before)

@@ -37,9 +37,9 @@ def test_the_newest_run_is_the_one_that_was_made_last_whatever_the_clock_said(
     assert choose_made_at(tmp_path) == 2e9
 
 
-def test_runs_of_an_older_version_and_damaged_ones_have_their_place(tmp_path: Path) -> None:
-    old = _run(tmp_path, "9-old", RunStart("a", "1", "mine", began_at=1e9))
-    new = _run(tmp_path, "1-new", RunStart("b", "1", "mine", began_at=2e9, made_at=1.5e9))
+def test_damaged_runs_come_after_the_others(tmp_path: Path) -> None:
+    old = _run(tmp_path, "9-old", RunStart("a", "1", "mine", made_at=1e9))
+    new = _run(tmp_path, "1-new", RunStart("b", "1", "mine", made_at=1.5e9))
     for name, text in (("a", "{"), ("b", '{"made_at": []}'), ("c", "[]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / START).write_text(text)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +28,7 @@ from tasks.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import free_port
 
 SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
-ADDRESSES = {
-    **{"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2"},
-    **{"worker": "test", "keeper": "starts the others again"},
-}
+ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
 
 
 @pytest.fixture
@@ -178,7 +174,6 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     monkeypatch.setenv("PREFECT_HOME", str(folder))
     monkeypatch.setattr(service, "_wait_until_ready", lambda *_: None)
     monkeypatch.setattr(service, "_deploy", lambda plan, up: None)
-    monkeypatch.setattr(service, "can_make_unit", lambda: False)
     begun = []
 
     def begin(name: str, plan: service.ServicePlan) -> Part:
@@ -188,14 +183,13 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     monkeypatch.setattr(service, "_start_from_plan", begin)
     monkeypatch.setattr(serve, "_describe_addresses", lambda addresses: "")
     page = start(folder, SLEEP, name="mlflow").process
-    start(folder, SLEEP, name="keeper")
     assert serve.main(["status"]) == 1
     assert re.search(r"^worker +down", capsys.readouterr().out, re.MULTILINE)
     assert serve.main(["up"]) == 0
     assert "worker: had ended" in capsys.readouterr().out
     assert begun == [("worker", parts.provide_mark(folder))]
     up = parts.find_parts(folder)
-    assert up.keys() == {"prefect", "mlflow", "worker", "keeper"}
+    assert up.keys() == {"prefect", "mlflow", "worker"}
     assert (up["prefect"].process, up["mlflow"].process) == (sleeper, page)
     assert serve.main(["up"]) == 0
     assert "It is up already." in capsys.readouterr().out and len(begun) == 1
@@ -251,20 +245,19 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
     monkeypatch.setattr(service, "_start_from_plan", real_mlflow)
     monkeypatch.setattr(service, "_wait_until_ready", lambda *a: a[0] == "mlflow" and wait(*a))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    addresses = {name: at for name, at in ADDRESSES.items() if name != "keeper"}
     plan = service.ServicePlan(
         project=serve.PROJECT,
         folder=folder,
         tracking_uri="sqlite:////proc/none/mlflow.db",
         experiment="headroom",
         runs=[],
-        addresses=addresses,
+        addresses=ADDRESSES,
     )
     with pytest.raises(
         ServeError, match="mlflow ended while starting(.|\n)*tracking_uri: /proc/none"
     ):
         service.bring_up(plan, {})
-    assert begun.keys() == addresses.keys()
+    assert begun.keys() == ADDRESSES.keys()
     assert not any(parts.is_running(part.process) for part in begun.values())
     assert parts.find_parts(folder) == {}
 
@@ -386,162 +379,15 @@ class Healthy(BaseHTTPRequestHandler):
         pass
 
 
-class Enough(Exception):
-    """So often was looked."""
-
-
-def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: int) -> list[float]:
-    """The pauses of so many looks; what has died is started by name."""
-    pauses: list[float] = []
-
-    def look(pause_s: float) -> None:
-        pauses.append(pause_s)
-        if len(pauses) == looks:
-            raise Enough
-
-    def start_missing() -> service.ServicePlan:
-        for name in plan.addresses:
-            if name not in parts.find_parts(folder) and name != "keeper":
-                done.append(name)
-                if name == "mlflow":
-                    raise ServeError("mlflow ended while starting")
-                start(folder, SLEEP, name=name)
-        return plan
-
-    with pytest.raises(Enough):
-        service.look_after_parts(folder, start_missing, lambda: done.append("sent"), sleep=look)
-    return pauses
-
-
-@pytest.fixture
-def plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[service.ServicePlan]:
-    addresses = {name: at for name, at in ADDRESSES.items() if name != "mlflow"}
-    known = {"tracking_uri": "", "experiment": "", "runs": [], "addresses": addresses}
-    monkeypatch.setattr(service, "put_right", lambda plan, up: {})
-    yield service.ServicePlan(project=folder, folder=folder, **known)  # type: ignore[arg-type]
-    for part in parts.find_parts(folder).values():
-        part.process.kill()
-
-
-def test_the_keeper_starts_again_what_has_died_and_sees_to_what_was_not_sent(
-    folder: Path, plan: service.ServicePlan
-) -> None:
-    """A worker that was killed at night was missed in the morning."""
-    done: list[str] = []
-    _keep(folder, plan, done, looks=2)
-    assert done == ["prefect", "worker", "sent"]
-    worker = parts.find_parts(folder)["worker"].process
-    worker.kill()
-    parts.await_end([worker], wait_s=10)
-    # As `start_missing` finds it up at first: the death is seen by a look.
-    real, first = parts.find_parts(folder), start(folder, SLEEP, name="worker")
-    assert "worker" not in real
-    done.clear()
-
-    def dies(pause_s: float) -> None:
-        if parts.is_running(first.process):
-            first.process.kill()
-            parts.await_end([first.process], wait_s=10)
-        elif "worker" in done:
-            raise Enough
-
-    def again() -> service.ServicePlan:
-        if "worker" not in parts.find_parts(folder):
-            done.append("worker")
-            start(folder, SLEEP, name="worker")
-        return plan
-
-    with pytest.raises(Enough):
-        service.look_after_parts(folder, again, lambda: None, sleep=dies)
-    assert done == ["worker"] and "worker" in parts.find_parts(folder)
-
-
-def test_the_keeper_tries_what_can_not_start_more_and_more_seldom(
-    folder: Path, plan: service.ServicePlan
-) -> None:
-    addresses = {"mlflow": "http://127.0.0.1:2", "keeper": ""}
-    done: list[str] = []
-    broken = replace(plan, addresses=addresses)
-    assert _keep(folder, broken, done, looks=7) == [10, 20, 40, 80, 160, 300, 300]
-    assert done == ["mlflow"] * 7
-
-
-def test_the_keeper_is_ended_before_what_it_would_start_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("mlflow", "keeper"):
-        start(folder, SLEEP, name=name)
-    ended, end = [], service.end_processes
-    found = parts.find_parts(folder)
-
-    def told(those: list[psutil.Process], *, wait_s: float) -> None:
-        ended.extend(n for n, part in found.items() if part.process in those)
-        end(those, wait_s=wait_s)
-
-    monkeypatch.setattr(service, "end_processes", told)
-    assert serve.main(["down"]) == 0
-    assert ended[0] == "keeper" and "mlflow" in ended and not parts.find_parts(folder)
-
-
-SYSTEMCTL = """#!/bin/sh
-echo "$(basename "$0") $*" >> "$CALLS"
-[ "$(basename "$0")" = loginctl ] && echo Linger="$LINGER"
-[ "$2" = import-environment ] && echo "$TOKEN $MY_TOKEN" >> "$CALLS"
-exit 0
-"""
-
-
-@pytest.fixture
-def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What systemctl and loginctl were called with: stand-ins that do nothing."""
-    (tmp_path / "bin").mkdir()
-    for name in ("systemctl", "loginctl"):
-        (tmp_path / "bin" / name).write_text(SYSTEMCTL)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    monkeypatch.setenv("LINGER", "yes")
-    return tmp_path / "calls"
-
-
-def test_where_systemd_outlives_a_log_out_it_keeps_the_keeper(
-    folder: Path, systemd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no secret of the environment is in a file of it."""
-    assert service.can_make_unit()
-    project = folder / "100 % of $it"
-    project.mkdir()
-    monkeypatch.setenv("MY_TOKEN", "s3cretw0rdOfMine")
-    env = {**os.environ, "ODD": 'a "b" $c\\ d', "WITH_LOGIN": "http://ann:s3cretw0rd@host/x"}
-    env |= {MARK: parts.provide_mark(folder), "PWD": "/", "_": "x", "TERM": "vt100"}
-    command = [sys.executable, "-m", "tasks.services.serve", "keep"]
-    service.install_unit(folder, project=project, command=command, env=env)
-    (unit,) = (folder.parent / "config/systemd/user").iterdir()
-    told = (folder / "environment").read_text()
-    assert "s3cretw0rd" not in told + unit.read_text()
-    assert r'ODD="a \"b\" \$c\\ d"' in told and "\nTERM" not in told
-    assert (folder / "environment").stat().st_mode & 0o777 == 0o600
-    said = systemd.read_text()
-    assert re.search("import-environment .*MY_TOKEN", said) and " s3cretw0rdOfMine\n" in said
-    assert f"systemctl --user enable --quiet {unit.name}\n" in said
-    assert said.endswith(f"systemctl --user restart {unit.name}\n")
-    if shutil.which("systemd-analyze"):
-        verify = ["systemd-analyze", "verify", "--user", str(unit)]
-        here = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-        done = subprocess.run(verify, env=here, capture_output=True, text=True)
-        assert done.returncode == 0 and unit.name not in done.stderr, done.stderr
-    service.end_keeper(folder)
-    assert not unit.exists() and not (folder / "environment").exists()
-    assert f"systemctl --user stop {unit.name}\n" in systemd.read_text()
-
-
-def test_a_systemd_that_ends_with_the_log_in_keeps_nothing(
-    systemd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would end the trainings with it."""
-    monkeypatch.setenv("LINGER", "no")
-    assert not service.can_make_unit()
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd here")
+def test_systemd_takes_the_unit_of_the_page(tmp_path: Path) -> None:
+    page = (serve.PROJECT / "docs" / "schedule.md").read_text()
+    unit = tmp_path / "headroom.service"
+    unit.write_text(page.partition("```ini\n")[2].partition("```")[0].replace("%h", "/"))
+    verify = ["systemd-analyze", "verify", "--user", str(unit)]
+    here = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(verify, env=here, capture_output=True, text=True)
+    assert "Unknown" not in done.stderr and "Failed to parse" not in done.stderr, done.stderr
 
 
 def test_ui_starts_where_the_experiment_was_deleted(
