@@ -176,6 +176,11 @@ class StateKeeper:
             if slot[:2] in by_place:
                 self._slots.append((slot, vars(by_place[slot[:2]])))
 
+    def list_mutated(self) -> list[Any]:
+        """Return what an attempt changes within, such as lists, of which `keep` has no copy."""
+        mutated = self._changes.mutated
+        return [space.get(slot[-1]) for slot, space in self._slots if slot in mutated]
+
     def keep(self) -> KeptState:
         """Return the state of now."""
         norms = [(space, name, b := space[name], b.clone()) for space, name in self._norms]
