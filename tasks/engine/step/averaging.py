@@ -6,7 +6,7 @@ batch only where that is known. It is asked of the loss itself, on rows of the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ class Averaging:
 
     count: Count | None = None  # as was found by asking it; None: as choose_count knows
     adds_up: bool = True  # whether the loss of a batch is that of its parts; True where not known
+    breaks_on_nothing: bool = False  # rows of which nothing counts give gradients that are none
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,33 @@ def find_averaging(
         if not fitting:
             return Averaging(adds_up=False)
     return Averaging(count=fitting[0]) if is_asked and not told else Averaging()
+
+
+def breaks_on_nothing(
+    measure: Measure, x: Any, y: Any, count: Count | None, leaves: Sequence[Tensor]
+) -> bool:
+    """Return whether the loss of rows of which nothing counts has gradients that are no numbers,
+    even where it is multiplied by 0: as one that divides by the labels it counts. leaves: that the
+    gradients are of."""
+    if count in (None, count_rows) or not _has_labels(y):
+        return False
+    skipped = count.skipped[-1] if isinstance(count, LabelCount) else IGNORED
+    empty = torch.full_like(y, skipped)
+    rows = _replace_labels(x, y, empty)
+    try:
+        assert count is not None
+        if float(count(rows, empty)) != 0:
+            return False
+        with torch.enable_grad():
+            loss = measure(rows, empty)
+            if loss is None:
+                return False
+            found = torch.autograd.grad(loss * 0, leaves, allow_unused=True)
+    except Exception as error:
+        if is_oom(error):
+            raise
+        return False  # such rows may be none of its own
+    return not all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
 
 def check_told_count(count: Count, y: Any, loss: float, *, path: str) -> None:
@@ -257,7 +285,7 @@ def warn_of_parts(
     model: its name. micro_rows: of the smallest part; eval_rows: of the batches of an evaluation,
     None where it is one batch.
     """
-    found = []
+    found: list[str] = []
     if micro_rows < train.batch_size:
         found += _warn_of_moves(train, changes, model=model, micro_rows=micro_rows)
     if averaging.adds_up:
