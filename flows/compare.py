@@ -29,7 +29,7 @@ from tasks.comparison.comparison import open_comparison
 from tasks.comparison.grid import ComparisonRequest
 from tasks.engine.base.units import make_printable
 from tasks.process.redaction import redact_command_line, redact_errors
-from tasks.run.flow_run import CalledFlow
+from tasks.run.flow_run import CalledFlow, mark_begun
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def compare(words: list[str], plan: ComparisonRequest | None = None) -> int:
         words: As behind `python -m flows.compare`, e.g. ["--vary", "train.batch_size=64,256"].
         plan: What they mean, where that is known already.
     """
+    mark_begun()
     with redact_errors():
         asked = plan or parse_comparison(words)
         with open_comparison(asked) as comparison:

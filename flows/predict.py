@@ -32,6 +32,7 @@ from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
 from tasks.predict_rows import predict_rows
 from tasks.release_memory import release_memory
+from tasks.run.flow_run import mark_begun
 
 
 @flow(name="predict")
@@ -57,6 +58,7 @@ def predict(
         experiment: Of whose runs latest is the newest that fits. Default: what mlflow.yaml says.
         limit_mib: The most memory to allocate on the device, in MiB.
     """
+    mark_begun()
     order = make_order(
         input=input,
         output=output,

@@ -74,9 +74,10 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
 
 def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
     from flows.compare import compare
+    from tasks.run.flow_run import run_at_desk
 
     signals.enable_signal_exceptions()
-    return int(compare(argv, plan=asked))
+    return int(run_at_desk(compare, compare.fn, words=argv, plan=asked))
 
 
 def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:

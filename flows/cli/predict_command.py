@@ -116,9 +116,10 @@ def _make_parser() -> argparse.ArgumentParser:
 def _run_flow(asked: dict[str, Any]) -> int:
     from flows.predict import predict
     from tasks.engine.base.units import format_number, format_seconds
+    from tasks.run.flow_run import run_at_desk
 
     signals.enable_signal_exceptions()
-    done = predict(**asked)
+    done = run_at_desk(predict, predict.fn, **asked)
     speed = format_number(done["rows"] / done["predict_s"])
     print(
         f"{done['rows']:,} rows predicted in {format_seconds(done['predict_s'])} ({speed} "

@@ -91,11 +91,19 @@ def run_at_desk(flow: Callable[..., Any], function: Callable[..., Any], **argume
     command.leave_prefect()
     with forget_prefect():
         log.warning(
-            "Prefect's server of this desk, %s, fails (%s; see %s): the training goes on without "
-            "it, and is in MLflow alone",
+            "Prefect's server of this desk, %s, fails (%s; see %s): this goes on without it, and "
+            "is not shown in Prefect",
             *(api, why, find_server_log()),
         )
-        return function(**arguments).data  # of the state that Prefect would be given
+        result = function(**arguments)
+        # A training gives Prefect a state.
+        return result.data if isinstance(result, State) else result
+
+
+def mark_begun() -> None:
+    """Say that the function of the flow has begun: from here on it is not called once more."""
+    if (begun := _begun.get()) is not None:
+        begun.set()
 
 
 def _is_of_server(error: Exception) -> bool:
@@ -143,8 +151,7 @@ def open_run(
     overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
     DataError for what can't work, before anything is spent.
     """
-    if (begun := _begun.get()) is not None:
-        begun.set()
+    mark_begun()
     with redact_errors():
         run = Record(
             resolve_and_check(config, overrides),

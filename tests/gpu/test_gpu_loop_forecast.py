@@ -44,8 +44,9 @@ class Named(nn.Module):
 
 
 def _mlp() -> nn.Module:
-    layers = [nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU()]
-    return Named(*layers, nn.Linear(2048, 10))
+    """Small products, since a stand-in's processor may have to multiply bf16 number by number."""
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()]
+    return Named(*layers, nn.Linear(256, 10))
 
 
 def _convolutions() -> nn.Module:
@@ -78,8 +79,8 @@ def _tokens(device: str) -> dict[str, torch.Tensor]:
 
 
 CASES = {
-    "mlp, AdamW": Case(_mlp, _rows(4096, 512)),
-    "mlp, AdamW, bf16": Case(_mlp, _rows(4096, 512), autocast=torch.bfloat16),
+    "mlp, AdamW": Case(_mlp, _rows(4096, 64)),
+    "mlp, AdamW, bf16": Case(_mlp, _rows(4096, 64), autocast=torch.bfloat16),
     "convolutions, SGD": Case(
         _convolutions, _rows(64, 3, 64, 64), torch.optim.SGD, (("momentum", 0.9),)
     ),

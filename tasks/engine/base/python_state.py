@@ -38,6 +38,20 @@ def keep_python_state(functions: Iterable[Any]) -> Iterator[None]:
             restore()
 
 
+@contextmanager
+def keep_values(values: Iterable[Any]) -> Iterator[None]:
+    """Put back, after the block, what these lists, dicts, sets, deques, arrays, tensors and random
+    generators held before it. What is of another kind is left as it is then."""
+    restores: list[Restore] = []
+    for value in values:
+        _keep_value(value, restores)
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
 def _collect(owner: Any, seen: set[int], restores: list[Restore]) -> None:
     """Add what puts back the state of this function, method or object."""
     if isinstance(owner, (type, types.ModuleType, types.BuiltinFunctionType)) or id(owner) in seen:

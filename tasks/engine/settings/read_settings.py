@@ -227,8 +227,17 @@ def override_config(
         rule = "must be a dict of settings, such as {'optim.lr': 0.01}"
         raise ConfigError(f"{called}: {rule} (got {format_value(overrides)})")
     sections = config.model_dump()
+    _drop_presets(sections["optim"])
     _put_settings(sections, overrides)
     return _validate(sections, {}, None, [])
+
+
+def _drop_presets(optim: dict[str, Any]) -> None:
+    """Leave what the optimizer presets to be filled in anew: by then it may be another one."""
+    presets = type(RunConfig().optim)(name=optim["name"])
+    for name in ("momentum", "weight_decay"):
+        if optim[name] == getattr(presets, name):
+            del optim[name]
 
 
 def make_config(settings: Mapping[str, Any]) -> RunConfig:

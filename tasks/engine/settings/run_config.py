@@ -325,6 +325,16 @@ TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
     *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
+# What PyTorch presets where it differs from ours. Where a name is not here, ours count.
+TORCH_PRESETS: dict[str, dict[str, float]] = {
+    "Muon": {"momentum": 0.95, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.0, "weight_decay": 0.0},
+    "SGD": {"momentum": 0.0, "weight_decay": 0.0},
+    **dict.fromkeys(
+        ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam"),
+        {"weight_decay": 0.0},
+    ),
+}
 SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
 # The schedules that look at a setting.
 SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
@@ -398,16 +408,17 @@ class GroupConfig(Section):
 class OptimConfig(Section):
     name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
-    class of torch.optim, of which Muon trains matrices only; package.module:Class: your own, called
-    with the parameters and, where it has parameters of these names, with lr, weight_decay, momentum
-    and betas."""
+    class of torch.optim, with PyTorch's own presets of momentum and weight_decay, of which Muon
+    trains matrices only; package.module:Class: your own, called with the parameters and, where it
+    has parameters of these names, with lr, weight_decay, momentum and betas."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
     """Decoupled (AdamW) or L2 (SGD) weight decay. Norms, biases (all parameters of one axis) and
-    embeddings have none."""
+    embeddings have none. Of a class of torch.optim the default is PyTorch's: 0 for most."""
     momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of SGD (Nesterov); AdamW's beta1."""
+    """Momentum of SGD (Nesterov); AdamW's beta1. Of a class of torch.optim that has a momentum the
+    default is PyTorch's: 0 for RMSprop and SGD."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
@@ -439,6 +450,14 @@ class OptimConfig(Section):
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, such as 0.999: this average is then
     what is evaluated and logged. It takes as much memory as the weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_presets(cls, given: Any) -> Any:
+        """Fill in what the optimizer of this name presets otherwise."""
+        name = given.get("name") if isinstance(given, dict) else None
+        presets = TORCH_PRESETS.get(name, {}) if isinstance(name, str) else {}
+        return {**presets, **given} if presets else given
 
     @field_validator("name", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ batch only where that is known. It is asked of the loss itself, on rows of the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.optimizer_step import Count, count_rows
+from tasks.engine.step.state_changes import StateChanges
 
 ROWS = 4  # that a loss is asked with: as a whole, and in halves
 TOLERANCE = 3e-6  # of the loss: some thirty times what float32 rounds off
@@ -36,6 +37,7 @@ class Averaging:
 
     count: Count | None = None  # as was found by asking it; None: as choose_count knows
     adds_up: bool = True  # whether the loss of a batch is that of its parts; True where not known
+    breaks_on_nothing: bool = False  # rows of which nothing counts give gradients that are none
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,33 @@ def find_averaging(
         if not fitting:
             return Averaging(adds_up=False)
     return Averaging(count=fitting[0]) if is_asked and not told else Averaging()
+
+
+def breaks_on_nothing(
+    measure: Measure, x: Any, y: Any, count: Count | None, leaves: Sequence[Tensor]
+) -> bool:
+    """Return whether the loss of rows of which nothing counts has gradients that are no numbers,
+    even where it is multiplied by 0: as one that divides by the labels it counts. leaves: that the
+    gradients are of."""
+    if count in (None, count_rows) or not _has_labels(y):
+        return False
+    skipped = count.skipped[-1] if isinstance(count, LabelCount) else IGNORED
+    empty = torch.full_like(y, skipped)
+    rows = _replace_labels(x, y, empty)
+    try:
+        assert count is not None
+        if float(count(rows, empty)) != 0:
+            return False
+        with torch.enable_grad():
+            loss = measure(rows, empty)
+            if loss is None:
+                return False
+            found = torch.autograd.grad(loss * 0, leaves, allow_unused=True)
+    except Exception as error:
+        if is_oom(error):
+            raise
+        return False  # such rows may be none of its own
+    return not all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
 
 def check_told_count(count: Count, y: Any, loss: float, *, path: str) -> None:
@@ -242,16 +271,26 @@ def _replace_labels(x: Any, y: Tensor, labels: Tensor) -> Any:
 
 
 def warn_of_parts(
-    train: TrainConfig, averaging: Averaging, *, model: str, micro_rows: int, eval_rows: int | None
+    train: TrainConfig,
+    averaging: Averaging,
+    changes: StateChanges,
+    *,
+    model: str,
+    micro_rows: int,
+    eval_rows: int | None,
 ) -> tuple[str, ...]:
-    """Return the warnings of a loss that does not add up, where batches were taken in parts.
+    """Return the warnings of a loss that does not add up, and of state that moves once a pass,
+    where batches were taken in parts.
 
     model: its name. micro_rows: of the smallest part; eval_rows: of the batches of an evaluation,
     None where it is one batch.
     """
+    found: list[str] = []
+    if micro_rows < train.batch_size:
+        found += _warn_of_moves(train, changes, model=model, micro_rows=micro_rows)
     if averaging.adds_up:
-        return ()
-    is_own, found = is_import_path(train.loss), []
+        return tuple(found)
+    is_own = is_import_path(train.loss)
     who = f"train.loss: {train.loss}" if is_own else f"model.name: the loss that {model} gives"
     if micro_rows < train.batch_size:
         give = "give it an attribute `count` (docs/models.md), or " if is_own else ""
@@ -266,3 +305,20 @@ def warn_of_parts(
             f"{eval_rows:,} rows; compare it with runs of the same size alone"
         )
     return tuple(found)
+
+
+def _warn_of_moves(
+    train: TrainConfig, changes: StateChanges, *, model: str, micro_rows: int
+) -> Iterator[str]:
+    """Yield a warning for the model and for the loss, where they move state in a pass."""
+    of = {"": f"model.name: the forward of {model}", "train.loss": f"train.loss: {train.loss}"}
+    for owner, who in of.items():
+        moved = sorted(slot for slot in changes.lasting if slot[0] == owner)
+        names = [".".join(filter(None, slot[1:])) for slot in moved]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        if names:
+            yield (
+                f"{who} changes {', '.join(names[:3])}{more} in each pass, which is once for each "
+                f"micro-batch: those of {micro_rows:,} rows changed it more often than whole "
+                "batches would; take batches that fit whole (train.accumulate: 1)"
+            )

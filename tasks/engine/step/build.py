@@ -24,7 +24,7 @@ from tasks.engine.step import optim, own_model
 from tasks.engine.step.averaging import choose_count
 from tasks.engine.step.losses import WatchedLoss, find_own_loss, make_loss
 from tasks.engine.step.micro_batches import MicroBatching
-from tasks.engine.step.optimizer_step import Count, Loss, Step
+from tasks.engine.step.optimizer_step import Count, Loss, Step, stop_empty_gradients
 from tasks.engine.step.plan import Plan
 
 
@@ -83,10 +83,15 @@ class _OwnCompute:
 
     forward: Forward
     loss: Loss
+    may_be_empty: bool = False  # the rows may hold no label that counts
 
     def __call__(self, x: Any, y: Any) -> Tensor:
         outputs, loss = self.forward(x)
-        return self.loss(outputs, y) if loss is None else loss
+        if loss is None:
+            loss = self.loss(outputs, y)
+        if self.may_be_empty:
+            stop_empty_gradients(outputs, loss)
+        return loss
 
 
 def make_step(
@@ -100,12 +105,13 @@ def make_step(
     outputs: list[tuple[str, Tensor]] | None = None,
     shared: Shared = Shared(),  # noqa: B008 (frozen)
     count: Count | None = None,
+    breaks_on_nothing: bool = False,
 ) -> Step:
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
     where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
-    averaging.choose_count.
+    averaging.choose_count; breaks_on_nothing: see averaging.Averaging.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
@@ -127,6 +133,8 @@ def make_step(
         count=count or choose_count(train, data),
         parallel=shared.parallel,
     )
+    if breaks_on_nothing and isinstance(step.compute, _OwnCompute):
+        step = replace(step, compute_part=replace(step.compute, may_be_empty=True))
     return step if shared.weight is None else replace(step, weight=shared.weight)
 
 

@@ -513,9 +513,6 @@ def _make_one_cycle(lr: float, *, steps: int, warm_up: float) -> Callable[[int],
     return at
 
 
-PRESETS = OptimConfig()
-
-
 class TorchOptimizer(Optimizer):
     """Wraps an optimizer of torch.optim for the training loop. The rates of its groups keep
     their proportions."""
@@ -791,9 +788,10 @@ def _collect_arguments(factory: Callable[..., Any], o: OptimConfig) -> dict[str,
         "betas": ((o.momentum, o.beta2), ("momentum", "beta2")),
     }
     heard = {s for name, (_, settings) in offered.items() if name in takes for s in settings}
+    presets = OptimConfig(name=o.name)
     for setting in ("weight_decay", "momentum", "beta2"):
         got = getattr(o, setting)
-        if setting not in heard and got != getattr(PRESETS, setting):
+        if setting not in heard and got != getattr(presets, setting):
             raise ConfigError(f"optim.{setting}: {o.name} takes none (got {got:g}); drop it")
     return {name: value for name, (value, _) in offered.items() if name in takes}
 

@@ -67,6 +67,8 @@ class Step:
     # rows of this one.
     parallel: ParallelModel | None = None
     weight: Callable[[], float] = _return_one
+    # The same as compute for micro-batches, where it would give no numbers for one without labels.
+    compute_part: Loss | None = None
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
         loss = self.micro.fit(self.compute_gradients, (x, y))
@@ -99,9 +101,10 @@ class Step:
     def _add_gradients(self, x: Any, y: Any, *, share: Any, is_last: bool) -> Tensor:
         """Return the loss of these rows; add its gradients to what the parameters have. share: how
         much the loss counts, None for all of it."""
+        compute = self.compute_part if isinstance(share, Tensor) else None
         with NO_CONTEXT if is_last else self._work_alone():
             with self.autocast():
-                loss = self.compute(x, y)
+                loss = (compute or self.compute)(x, y)
             if share is not None:
                 loss = scale_loss(loss, share)
             self.mark("forward")
@@ -162,6 +165,18 @@ def scale_loss(loss: Tensor, share: Any) -> Tensor:
     if not isinstance(share, Tensor):
         return loss * share
     return torch.where(share > 0, loss * share, 0.0)
+
+
+def stop_empty_gradients(outputs: Tensor, loss: Tensor) -> None:
+    """Let no gradient come to the outputs of a loss that counts for nothing. One that divides by
+    the labels it counts sends 0 / 0 there where it counts none, and 0 times that is no number."""
+    if not (loss.requires_grad and outputs.requires_grad):
+        return
+    weights: list[Tensor] = []  # of the loss; it has its gradient before the outputs have theirs
+    loss.register_hook(weights.append)
+    outputs.register_hook(
+        lambda gradient: torch.where(weights[0] != 0, gradient, 0) if weights else gradient
+    )
 
 
 def _ignore_phase(phase: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,11 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
             value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))
         averaging.check_told_count(told, y, value, path=train.loss)
     # Labels of -100 come from loaders alone.
-    return averaging.find_averaging(loss, drawn, y, told=told, may_skip=data.batch is not None)
+    may_skip = data.batch is not None
+    found = averaging.find_averaging(loss, drawn, y, told=told, may_skip=may_skip)
+    count, leaf = told or found.count, drawn.requires_grad_()
+    breaks = may_skip and averaging.breaks_on_nothing(loss, leaf, y, count, [leaf])
+    return replace(found, breaks_on_nothing=breaks)
 
 
 def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
@@ -309,12 +313,20 @@ def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averag
     forward = make_own_forward(model, takes_loss=own_loss)
     config = getattr(model, "config", None)
     named = [getattr(config, name, None) for name in SKIPPED_LABELS]
-    return averaging.find_averaging(
-        lambda x, y: forward(x)[1],
-        *make_sample(data, averaging.ROWS),
+
+    def measure(x: Any, y: Any) -> Tensor | None:
+        return forward(x)[1]
+
+    rows = make_sample(data, averaging.ROWS)
+    found = averaging.find_averaging(
+        measure,
+        *rows,
         paddings=tuple(label for label in named if isinstance(label, int)),
         may_skip=data.task != "classification",  # whose labels of -100 are refused
     )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    breaks = averaging.breaks_on_nothing(measure, *rows, found.count, trained)
+    return replace(found, breaks_on_nothing=breaks)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:

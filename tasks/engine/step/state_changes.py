@@ -43,6 +43,9 @@ class StateChanges:
     slots: frozenset[Slot] = frozenset()  # buffers, frozen parameters and other attributes
     mutated: frozenset[Slot] = frozenset()  # those of them whose contents change: a list, an object
     trained: frozenset[Slot] = frozenset()  # parameters that the optimizer has
+    # Of the slots those that the next pass begins with: saved buffers but those of norms, frozen
+    # parameters, numbers.
+    lasting: frozenset[Slot] = frozenset()
 
     def replace_model(self, found: StateChanges) -> StateChanges:
         """Return the same with what was `found` of the model in another mode."""
@@ -104,7 +107,23 @@ class ChangeFinder:
             slots=frozenset(slots | (now.keys() - self._before.keys())),
             mutated=frozenset(mutated),
             trained=frozenset(trained),
+            lasting=frozenset(slots & self._find_lasting()),
         )
+
+    def _find_lasting(self) -> set[Slot]:
+        """Return what is carried from one pass to the next, of all that has a name. The running
+        means of norms are, and are those of micro-batches everywhere."""
+        found = set()
+        for owner, path, layer in self._iterate_layers():
+            if isinstance(layer, nn.modules.batchnorm._NormBase):
+                continue
+            held: dict[str, Any] = getattr(layer, "__dict__", {})
+            names = [name for name, value in held.items() if type(value) in (int, float)]
+            if isinstance(layer, nn.Module):
+                names += layer._buffers.keys() - layer._non_persistent_buffers_set
+                names += [k for k, p in layer._parameters.items() if p is not None]
+            found |= {(owner, path, name) for name in names}
+        return found
 
     def _iterate_layers(self) -> Iterator[tuple[str, str, Any]]:
         return _iterate_layers(self._model, self._beside)
@@ -156,6 +175,11 @@ class StateKeeper:
         for slot in changes.slots - known:  # made in the first step
             if slot[:2] in by_place:
                 self._slots.append((slot, vars(by_place[slot[:2]])))
+
+    def list_mutated(self) -> list[Any]:
+        """Return what an attempt changes within, such as lists, of which `keep` has no copy."""
+        mutated = self._changes.mutated
+        return [space.get(slot[-1]) for slot, space in self._slots if slot in mutated]
 
     def keep(self) -> KeptState:
         """Return the state of now."""

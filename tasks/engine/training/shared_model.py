@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from tasks.engine.base.python_state import keep_values
 from tasks.engine.distributed.ranks import Ranks, RestartableError
 from tasks.engine.distributed.sharding import (
     ParallelModel,
@@ -102,7 +103,8 @@ class AgreedMicroBatches(FixedMicroBatches):
     def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
         before, failure = self._copy_state(), None
         try:
-            MicroBatches.fit(self, attempt, batch)
+            with keep_values(self._keeper.list_mutated()):
+                MicroBatches.fit(self, attempt, batch)
         except MemoryExhausted as error:
             failure = error.failure
         self._restore(before)

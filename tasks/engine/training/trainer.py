@@ -308,6 +308,7 @@ class _Trained:
                 *warn_of_parts(
                     plan.settings.train,
                     checked.averaging,
+                    checked.changes,
                     model=plan.settings.model.name,
                     micro_rows=least_rows,
                     eval_rows=parts.find_eval_rows(self.val),

@@ -323,6 +323,7 @@ def build_parts(
         outputs=outputs,
         shared=together,
         count=count,
+        breaks_on_nothing=start.checked.averaging.breaks_on_nothing,
     )
     # What is chosen by timing may be chosen otherwise the next time.
     # And ranks that tried something out would wait for one another.

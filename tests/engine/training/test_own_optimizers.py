@@ -319,7 +319,7 @@ def test_muon_trains_matrices_as_a_loop_by_hand_does(mine: Any, tmp_path: Path) 
     """It was refused by its name, though optim.name takes the classes of torch.optim."""
     sections: dict[str, Any] = {"optim": {"name": "Muon"}, "model": {"args": {"bias": False}}}
     found = read_weights(train_with(tmp_path / "a", **sections))
-    make = partial(torch.optim.Muon, lr=0.05, weight_decay=0.01, momentum=0.9)
+    make = partial(torch.optim.Muon, lr=0.05)
     wanted = train_by_hand(tmp_path / "a", make, make_model(mine, bias=False))
     assert all(map(torch.equal, found, wanted)) and len(found) == 2
     frozen = {"args": {}, "freeze": ["*.bias"]}

@@ -109,6 +109,10 @@ class Net(nn.Module):
         if not self.training: run_out(len(x), self.judged)
         return self.last(h)
 
+class Normed(nn.Sequential):
+    def __init__(self, input_shape, outputs):
+        super().__init__(nn.Linear(*input_shape, 12), nn.BatchNorm1d(12), nn.Linear(12, outputs))
+
 class Wild(nn.Module):  # a loss that keeps something, and runs out of memory after it did
     def __init__(self, kind, short=0):
         super().__init__()
@@ -151,13 +155,14 @@ def train_keeping(
     args: dict[str, Any] | None = None,
     *,
     device: str = "cpu",
+    name: str = "mine:Net",
     **train: Any,
 ) -> TrainFacts:
     own("mine", CODE)
     torch.manual_seed(0)  # of the weights that two rows go through before
     config = RunConfig.model_validate(
         {
-            "model": {"name": "mine:Net", "args": args or {}},
+            "model": {"name": name, "args": args or {}},
             "data": {"source": "mine:rows", "cache": str(folder.parent / "data")},
             "optim": {"lr": 0.01},
             "train": {
@@ -211,6 +216,37 @@ def test_what_a_model_keeps_is_put_back_before_a_batch_is_taken_again(
     for a, b in zip(read_weights(short).values(), read_weights(spared).values(), strict=True):
         assert torch.equal(a, b)
     assert short.metrics["val/loss"] == spared.metrics["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("byol", "calls, teacher.bias, teacher.weight"),
+        ("queue", "calls, queue"),
+        ("features", "calls"),
+        ("", "calls"),
+    ],
+)
+def test_state_that_moves_once_a_micro_batch_is_told(
+    own: Own, tmp_path: Path, kind: str, names: str
+) -> None:
+    """A teacher moved eight times a step in place of once, without a word."""
+    whole = train_keeping(own, tmp_path / "whole", {"kind": kind})
+    assert not [told for told in whole.warnings if "micro-batch" in told]
+    parts = train_keeping(own, tmp_path / "parts", {"kind": kind}, accumulate=8)
+    (told,) = [told for told in parts.warnings if "once for each micro-batch" in told]
+    assert told.startswith(f"model.name: the forward of mine:Net changes {names} in each pass")
+
+
+def test_norms_and_layers_that_move_nothing_are_not_told(own: Own, tmp_path: Path) -> None:
+    """The running means of a norm are those of micro-batches in every loop."""
+    parts = train_keeping(own, tmp_path / "parts", name="mine:Normed", accumulate=2)
+    assert not [told for told in parts.warnings if "once for each micro-batch" in told]
+
+
+def test_state_of_a_loss_that_moves_once_a_micro_batch_is_told(own: Own, tmp_path: Path) -> None:
+    facts = train_keeping(own, tmp_path / "run", loss="mine:center", accumulate=2)
+    assert [told for told in facts.warnings if "train.loss: mine:center changes center in" in told]
 
 
 @pytest.mark.parametrize("name", ["center", "rebound", "steps", "called"])

@@ -26,8 +26,8 @@ from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
 from tasks.engine.settings.model_args import ModelError
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
+from tasks.engine.settings.run_config import TORCH_OPTIMIZERS, OptimConfig, RunConfig
 from tasks.engine.step import build
 from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.losses import make_loss
@@ -738,6 +738,32 @@ def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_ste
         torch.testing.assert_close(a, b)
     with pytest.raises(ValueError, match="optim.name\n.*the steps of LBFGS search along a line"):
         RunConfig.model_validate({"optim": {"name": "LBFGS"}})
+
+
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_what_nobody_asked_of_an_optimizer_of_torch_is_as_torch_presets_it(name: str) -> None:
+    """RMSprop had a momentum of 0.9 and, like Adam, a weight decay of 0.01."""
+    asked = OptimConfig.model_validate({"name": name, "lr": 0.01})
+    torch.manual_seed(0)
+    mine, plain = (nn.Linear(3, 2, bias=False) for _ in range(2))
+    plain.load_state_dict(mine.state_dict())
+    made = build.make_optimizer(asked, mine)
+    theirs = getattr(torch.optim, name)(plain.parameters(), lr=0.01)
+    made.set_lr(0.01)
+    for _ in range(5):
+        for model, optimizer in ((mine, made), (plain, theirs)):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(mine.weight, plain.weight)
+
+
+def test_presets_are_those_of_the_optimizer_that_is_asked_for_last() -> None:
+    first = make_config({"optim.name": "RMSprop"})
+    assert (first.optim.momentum, first.optim.weight_decay) == (0.0, 0.0)
+    assert override_config(first, {"optim.name": "sgd"}).optim.momentum == 0.9
+    kept = override_config(first, {"optim.momentum": 0.9})
+    assert override_config(kept, {"optim.lr": 0.1}).optim.momentum == 0.9
 
 
 PADDED = """

@@ -45,6 +45,15 @@ class Rows(Dataset):
 
 def rows(**args): return Rows(**args), Rows(**args)
 
+class Gaps(Rows):  # every third row has no label
+    def __getitem__(self, i):
+        found = super().__getitem__(i)
+        labels = found[1] if self.apart else found["labels"]
+        if i % 3 == 0: labels.fill_(-100)
+        return found
+
+def gaps(**args): return Gaps(**args), Gaps(**args)
+
 class Words(nn.Module):
     """Gives the loss of its labels itself. what: how it is made of them."""
     def __init__(self, what="mean"):
@@ -67,6 +76,9 @@ class Words(nn.Module):
             each = functional.cross_entropy(*flat, reduction="none").view_as(labels)
             here = (labels != -100).float()
             loss = ((each * here).sum(1) / here.sum(1)).mean()
+        elif self.what == "masked":
+            of = out.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            loss = -(of * (labels != -100)).sum() / (labels != -100).sum()
         elif self.what == "sum":
             loss = functional.cross_entropy(*flat, reduction="sum") / 100
         elif self.what == "balance":
@@ -173,16 +185,25 @@ def _train(
     return trainer.train(make_plan(config, device, facts), folder=folder, log=lambda m, s: None)
 
 
+def _measure_distance(one: TrainFacts, other: TrainFacts) -> float:
+    """The largest difference between their weights."""
+    weights = [
+        torch.load(Path(facts.model_folder, "weights.pt"), weights_only=True)
+        for facts in (one, other)
+    ]
+    pairs = zip(*(w.values() for w in weights), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _assert_alike(one: TrainFacts, other: TrainFacts) -> None:
+    assert _measure_distance(one, other) < 1e-5  # which nan is not
+    assert one.metrics["val/loss"] == pytest.approx(other.metrics["val/loss"], abs=1e-5)
+
+
 def _compare(folder: Path, **asked: Any) -> tuple[float, float, TrainFacts]:
     """How far eight parts are from whole batches: in the weights, and in train/loss."""
     whole, parts = _train(folder / "a", **asked), _train(folder / "b", parts=8, **asked)
-    weights = [
-        torch.load(Path(facts.model_folder, "weights.pt"), weights_only=True)
-        for facts in (whole, parts)
-    ]
-    far = max(
-        float((a - b).abs().max()) for a, b in zip(*(w.values() for w in weights), strict=True)
-    )
+    far = _measure_distance(whole, parts)
     return far, abs(whole.metrics["val/loss"] - parts.metrics["val/loss"]), parts
 
 
@@ -205,6 +226,30 @@ def test_parts_weigh_as_a_models_own_loss_averages(
     )
     assert weights < 1e-5 and loss < 1e-5
     assert not [told for told in facts.warnings if "not the mean" in told]
+
+
+@pytest.mark.parametrize("what", ["mean", "masked"])
+def test_a_micro_batch_without_a_label_counts_for_nothing(
+    own: Own, tmp_path: Path, what: str
+) -> None:
+    """A loss that divides by its mask gave 0 / 0 there, and the weights became nan."""
+    own("words", CODE)
+    asked: dict[str, Any] = {"source": "words:gaps"}
+    asked["model"] = {"name": "words:Words", "args": {"what": what}}
+    whole, parts = _train(tmp_path / "a", **asked), _train(tmp_path / "b", parts=16, **asked)
+    _assert_alike(whole, parts)
+
+
+@pytest.mark.parametrize("loss", ["focal", "flat"])
+def test_a_micro_batch_without_a_label_counts_for_nothing_by_ones_own_loss_either(
+    own: Own, tmp_path: Path, loss: str
+) -> None:
+    own("words", CODE)
+    asked: dict[str, Any] = {"data": {"apart": True}, "model": {"name": "words:Plain"}}
+    asked["source"] = "words:gaps"
+    whole = _train(tmp_path / "whole", train={"loss": f"words:{loss}"}, **asked)
+    parts = _train(tmp_path / "parts", train={"loss": f"words:{loss}", "accumulate": 16}, **asked)
+    _assert_alike(whole, parts)
 
 
 @pytest.mark.parametrize("what", ["sum", "balance", "contrast"])

@@ -6,13 +6,14 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from fcntl import LOCK_EX, flock
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 import pytest
 
@@ -98,14 +99,10 @@ class _Unavailable(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_training_is_no_worse_for_a_server_of_its_desk_that_fails_at_the_start(
-    desk: Desk, place: Path, answers: bool
-) -> None:
-    """23 of 50 trainings that began at once failed with "503 Service Unavailable" or "timed out",
-    and were not in MLflow."""
-    home = place / "home"
-    home.mkdir()
+@contextmanager
+def _failing_server(home: Path, *, answers: bool) -> Iterator[str]:
+    """A server of the desk that does not answer, or answers 503: the address of its API."""
+    home.mkdir(exist_ok=True)
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), _Unavailable) as server,
         open(home / "headroom-server.lock", "w") as lock,
@@ -115,12 +112,45 @@ def test_a_training_is_no_worse_for_a_server_of_its_desk_that_fails_at_the_start
         flock(lock, LOCK_EX)
         lock.write(api)
         lock.flush()
+        yield api
+        server.shutdown()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_training_is_no_worse_for_a_server_of_its_desk_that_fails_at_the_start(
+    desk: Desk, place: Path, answers: bool
+) -> None:
+    """23 of 50 trainings that began at once failed with "503 Service Unavailable" or "timed out",
+    and were not in MLflow."""
+    home = place / "home"
+    with _failing_server(home, answers=answers) as api:
         process = desk("--train.epochs", "1", home=home, PREFECT_CLIENT_MAX_RETRIES="0")
         out, err = process.communicate(timeout=200)
-        server.shutdown()
     assert process.returncode == 0, err
     why = "Failed to reach API" if answers else "no answer"
     assert f"\nPrefect's server of this desk, {api}, fails ({why}" in err
     assert "Traceback" not in err and "Warning" not in err
     assert "Release  OK" in out
     assert query(place, "SELECT status FROM runs") == [("FINISHED",)]
+
+
+def test_a_prediction_and_a_comparison_are_no_worse_for_it_either(desk: Desk, place: Path) -> None:
+    """They failed with "503 Service Unavailable", or waited for Prefect and then failed."""
+    home = place / "home"
+    np.save(place / "x.npy", np.zeros((3, 1, 8, 8), np.float32))
+    with _failing_server(home, answers=True) as api:
+        words = ("--vary", "optim.lr=0.01,0.1", "--train.epochs", "1")
+        once = {"PREFECT_CLIENT_MAX_RETRIES": "0"}
+        compared = desk(*words, home=home, module="flows.compare", **once)
+        out, err = compared.communicate(timeout=240)
+        assert compared.returncode == 0, err
+        assert err.count(f"Prefect's server of this desk, {api}, fails (") >= 1
+        assert "Traceback" not in err and "Page  " in out
+        words = ("--input", "x.npy", "--output", "y.csv")
+        predicted = desk(*words, home=home, module="flows.predict", **once)
+        out, err = predicted.communicate(timeout=120)
+    assert predicted.returncode == 0, err
+    assert f"Prefect's server of this desk, {api}, fails (" in err and "Traceback" not in err
+    assert out.startswith("3 rows predicted") and (place / "y.csv").is_file()
+    told = query(place, "SELECT status FROM runs")
+    assert told == [("FINISHED",)] * 3
