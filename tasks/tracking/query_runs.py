@@ -27,6 +27,7 @@ from mlflow.entities import Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
+from tasks.engine.base.names import find_task  # noqa: E402
 from tasks.engine.settings.read_settings import select_params  # noqa: E402
 from tasks.process.command import pause_collection  # noqa: E402
 from tasks.process.redaction import redact  # noqa: E402
@@ -296,13 +297,11 @@ def _is_training(run: Run) -> bool:
 def _describe_run(run: Run) -> dict[str, Any]:
     """Return a training; what an older version kept as params is read as it is kept now."""
     tags: Mapping[str, str] = run.data.tags
-    judged = {"val/r2": "regression", "val/accuracy": "classification"}
-    task = next((task for name, task in judged.items() if name in run.data.metrics), "")
     return {
         "run_id": run.info.run_id,
         "name": run.info.run_name or "",
         "status": run.info.status,
-        "params": select_params(run.data.params, task=task),
+        "params": select_params(run.data.params, task=find_task(run.data.metrics)),
         "tags": tags,
         "metrics": run.data.metrics,
         "error": tags.get("end.reason", tags.get("failure", "")),

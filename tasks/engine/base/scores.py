@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.engine.base.figures import BY_CHANCE, LARGEST_CLASS_SHARE, MEAN, MEDIAN, R2_ERROR
+from tasks.engine.base.names import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
 
 Figures = dict[str, float]
 CHANCE_T = 1.645  # one side, 5 %
@@ -93,7 +93,7 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     return {
         "balanced_accuracy": float(recall),
         "macro_f1": float(found.f1.mean()),
-        **({LARGEST_CLASS_SHARE: share} if share > LARGEST_CLASS else {}),
+        **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
     }
 
 

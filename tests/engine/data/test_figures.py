@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from tasks.engine.base import figures, scores
+from tasks.engine.base import names, scores
 from tasks.engine.base.scores import ConfusionCells
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -91,14 +91,14 @@ def test_an_error_that_is_not_below_a_guesss_beyond_chance_is_told_and_no_other(
         by_chance = scores.compute_constant_baseline(
             np.full((rows, 1), 1.0) + random.normal(size=y.shape) / 20, y, guess
         )
-        doubted += figures.MEAN in by_chance
+        doubted += names.MEAN in by_chance
         wronged += bool(
             scores.compute_constant_baseline(y + random.normal(size=y.shape) / 10, y, guess)
         )
     assert doubted >= 0.9 * 300 and wronged == 0
     told = scores.compute_constant_baseline(np.full((rows, 1), 1.0), y, guess)
-    assert told[figures.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
-    assert told[figures.MEDIAN] == pytest.approx(
+    assert told[names.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
+    assert told[names.MEDIAN] == pytest.approx(
         sk.mean_absolute_error(y, np.full_like(y, np.log(2)))
     )
 
@@ -140,7 +140,7 @@ def test_predictions_that_know_nothing_pass_for_knowing_in_one_case_of_twenty(
         far < 1.645
     )
     same = np.zeros(rows, dtype=np.int64)
-    assert scores.find_chance(ConfusionCells.of(same, y)) == {figures.BY_CHANCE: 1.0}
+    assert scores.find_chance(ConfusionCells.of(same, y)) == {names.BY_CHANCE: 1.0}
     assert scores.find_chance(ConfusionCells.of(y, y)) == {}
 
 
@@ -150,6 +150,6 @@ def test_the_error_of_r2_is_what_it_scatters_by() -> None:
         y = random.normal(size=(300, 1))
         outputs = y + random.normal(size=y.shape) / 2
         found.append(scores.compute_regression_scores(outputs, y)["r2"])
-        told.append(scores.compute_r2_error(outputs, y)[figures.R2_ERROR])
+        told.append(scores.compute_r2_error(outputs, y)[names.R2_ERROR])
     assert np.mean(told) == pytest.approx(np.std(found), rel=0.15)
     assert scores.compute_r2_error(y[:2], y[:2]) == scores.compute_r2_error(y, 0 * y) == {}
