@@ -405,6 +405,14 @@ METRICS = (
         unit_words="the target's",
     ),
     Metric(
+        "val/mape",
+        "mean absolute error as a share of the target; absent where a row's target is 0",
+        True,
+        ("regression",),
+        {Place.BEST_METRIC: "", Place.SCORES: ""},
+        unit_words="%",
+    ),
+    Metric(
         "val/perplexity",
         "exponential of the loss: among how many tokens alike the model hesitates",
         True,

@@ -49,10 +49,37 @@ def test_one_row_has_figures_and_rows_without_a_class_none() -> None:
         "mae": 1,
         "rmse": 1,
     }
+    assert scores.compute_regression_scores(np.ones((1, 1)), np.full((1, 1), 2.0)) == {
+        "mae": 1,
+        "rmse": 1,
+        "mape": 50,
+    }
     assert scores.compute_label_scores(np.ones((1, 1)), np.ones((1, 1), bool)) == {
         "macro_f1": 1,
         "average_precision": 1,
     }
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_the_percentage_error_is_scikit_learns_where_no_target_is_0(targets: int) -> None:
+    random = np.random.default_rng(5)
+    y, outputs = random.normal(5, 2, (80, targets)), random.normal(5, 2, (80, targets))
+    y[:3] *= -1
+    found = scores.compute_regression_scores(outputs, y)
+    expected = 100 * sk.mean_absolute_percentage_error(y, outputs)
+    assert found["mape"] == pytest.approx(expected, rel=1e-12)
+    outputs[4, 0] = np.nan
+    assert np.isnan(scores.compute_regression_scores(outputs, y)["mape"])
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0, 2e-7])  # the last: 0 that was scaled, and back
+def test_there_is_no_percentage_error_where_a_target_is_0(zero: float) -> None:
+    """One such row of a thousand would make it 1e15 per cent, and hide all others."""
+    y = np.linspace(1, 7, 1000)[:, None]
+    assert "mape" in scores.compute_regression_scores(y + 1, y)
+    y[17] = zero
+    assert {*scores.compute_regression_scores(y + 1, y)} == {"mae", "rmse", "r2"}
+    assert "mape" not in scores.compute_regression_scores(y * 0, y * 0)
 
 
 @pytest.mark.parametrize("labels", [1, 2, 5])

@@ -138,7 +138,7 @@ def test_every_figure_of_an_evaluation_is_no_name_for_an_own_metric(task: str) -
 def test_a_part_of_its_own_names_its_figures() -> None:
     outputs, y = _outputs(5, 1), _outputs(5, 1, seed=1)
     assert set(_judged("regression", outputs, y, part="test")) == {
-        *("test/loss", "test/r2", "test/mae", "test/rmse")
+        *("test/loss", "test/r2", "test/mae", "test/rmse", "test/mape")
     }
 
 
@@ -183,6 +183,7 @@ def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read:
             "val/loss": sk.mean_squared_error(y, outputs),
             "val/mae": sk.mean_absolute_error(whole_y, whole),
             "val/rmse": sk.root_mean_squared_error(whole_y, whole),
+            "val/mape": 100 * sk.mean_absolute_percentage_error(whole_y, whole),
             "val/r2": 1 - ((whole_y - whole) ** 2).sum() / spread,
         },
         rel=1e-5,
