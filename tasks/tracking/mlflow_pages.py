@@ -98,7 +98,7 @@ class ComparisonView:
         return key, _pack(self.name, int(time.time() * 1000), view)
 
     def _make_cards(self) -> list[dict[str, Any]]:
-        metrics = [self.score, "speed/samples_per_s", "memory/run_peak_allocated_mib"]
+        metrics = [self.score, *list_shown(Place.MLFLOW_BARS)]
         metrics = [name for name in metrics if name]
         axes = {"selectedParams": [*self.varied], "selectedMetrics": metrics[1::-1]}
         first = [{"type": "PARALLEL", "showAllRuns": True, "isGenerated": False, **axes}]

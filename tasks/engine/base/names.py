@@ -21,35 +21,36 @@ class Place(StrEnum):
     BEST_METRIC = "train.best_metric"  # weights may be chosen by it
     GOAL = "gate and comparisons"  # a run is judged by the first of these that it has
     HEADLINE = "headline"  # the first of these that a run has stands in the report's first line
-    UNEVEN = "headline, rows of one class"  # before all others where nearly all rows are of one
-    SCORES = "report, scores"
-    SPEED = "report, speed"
-    DEVICE = "report, device"
-    TIME = "report, time"
-    STAGES = "report, stages of the run"
-    TRAINING = "report, parts of the training"
-    TRAINING_WORDS = "report, parts of the training in words"
-    STEP = "report, phases of a step"
-    MEMORY = "report, memory"
-    TROUBLE = "report, trouble with memory"
-    HOST = "report, memory of the process"
-    OWNERS = "report, memory by owner"
-    PHASE_PEAKS = "report, memory by phase"
-    RELEASE = "report, release"
-    RANKS = "report, processes"  # it is told of several processes from the least to the most
-    PROGRESS_SCORE = "progress line, score"
-    PROGRESS_SPEED = "progress line, speed"
-    PROGRESS_MEMORY = "progress line, memory"
+    UNEVEN = "headline of uneven classes"  # before all others where nearly all rows are of one
+    SCORES = "report: scores"
+    SPEED = "report: speed"
+    DEVICE = "report: device"
+    TIME = "report: time"
+    STAGES = "report: stages of the run"
+    TRAINING = "report: parts of the training"
+    TRAINING_WORDS = "report: parts of the training in words"
+    STEP = "report: phases of a step"
+    MEMORY = "report: memory"
+    TROUBLE = "report: trouble with memory"
+    HOST = "report: memory of the process"
+    OWNERS = "report: memory by owner"
+    PHASE_PEAKS = "report: memory by phase"
+    RELEASE = "report: release"
+    RANKS = "report: processes"  # it is told of several processes from the least to the most
+    PROGRESS_SCORE = "progress line: score"
+    PROGRESS_SPEED = "progress line: speed"
+    PROGRESS_MEMORY = "progress line: memory"
     LOSS_PLOT = "plot of losses"
     SCORE_PLOT = "plot of the score"
     MEMORY_PLOT = "plot of the device's memory"
     HOST_PLOT = "plot of the process's memory"
     TREND_PLOT = "plot of the trend"
     GATE = "gate"
-    MLFLOW_COLUMN = "MLflow, column"
-    MLFLOW_CHART = "MLflow, chart"
-    BEST_RUN = "comparison, best run"  # the run that holds the others has it of the best
-    PEAK = "comparison, peak"  # the first of these that all runs have
+    MLFLOW_COLUMN = "MLflow: column"
+    MLFLOW_CHART = "MLflow: chart"
+    MLFLOW_BARS = "MLflow: bars of a comparison"
+    BEST_RUN = "comparison: best run"  # the run that holds the others has it of the best
+    PEAK = "comparison: peak"  # the first of these that all runs have
     NEXT_RUN = "next run"  # the next one alike begins with it
 
 
@@ -453,6 +454,7 @@ METRICS = (
             Place.GATE: "{} samples/s",
             Place.TREND_PLOT: "samples a second",
             Place.MLFLOW_COLUMN: "",
+            Place.MLFLOW_BARS: "",
             Place.BEST_RUN: "",
         },
     ),
@@ -585,6 +587,7 @@ METRICS = (
             Place.GATE: "peak {}",
             Place.TREND_PLOT: "peak memory, MiB",
             Place.MLFLOW_COLUMN: "",
+            Place.MLFLOW_BARS: "",
             Place.BEST_RUN: "",
             Place.PEAK: "",
             Place.NEXT_RUN: "",
