@@ -604,12 +604,12 @@ METRICS = (
         "memory/predicted_peak_mib",
         "what the peak was predicted to be",
         shown={Place.MEMORY: "{} predicted"},
-        needs="a limit of memory or a run alike before",
+        needs="a GPU, or memory.limit_mib",
     ),
     Metric(
         "memory/predicted_reserved_mib",
         "what was predicted to be reserved",
-        needs="a limit of memory or a run alike before",
+        needs="a GPU, or memory.limit_mib",
     ),
     Metric(
         "memory/headroom_mib",
