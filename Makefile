@@ -15,7 +15,7 @@ help:
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
 	@echo 'make lint         formatter, linter, type checker'
-	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
+	@echo 'make docs         what the pages show of the code, written anew: rooms, settings, names'
 	@echo 'make bench        the benchmarks'
 	@echo 'make chaos        trainings and runs killed, damaged, doubled by the hundred: an hour'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'

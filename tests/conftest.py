@@ -49,6 +49,7 @@ SLOW = (
     "flows/test_own",
     "flows/test_framework_loops",
     "flows/test_families",
+    "flows/test_names",
     "flows/test_predict",
     "tasks/test_forecast_other_gpus",
     "flows/cli/test_prefect_away",

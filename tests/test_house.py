@@ -1,6 +1,6 @@
 """The laws of the house, each a test: who may import whom, and how many files a room may have. And
 its picture: `make docs` (`python -m tests.test_house`) writes what the pages under docs/ show of
-the house, and the settings."""
+the house, the settings and the names of the record."""
 
 import ast
 import os
@@ -293,10 +293,15 @@ def _rooms() -> Iterator[str]:
 
 def _generated() -> dict[str, dict[str, str]]:
     """Of each page its generated parts, by the names that stand in its comments."""
+    from tasks.engine.base.names import make_markdown_tables
     from tasks.engine.settings.table import make_markdown_table
 
     house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
-    return {"architecture.md": house, "settings.md": {"settings": make_markdown_table().strip()}}
+    return {
+        "architecture.md": house,
+        "settings.md": {"settings": make_markdown_table().strip()},
+        "metrics.md": make_markdown_tables(),
+    }
 
 
 def _with_parts(page: str, parts: dict[str, str]) -> str:
@@ -307,14 +312,44 @@ def _with_parts(page: str, parts: dict[str, str]) -> str:
     return page
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "settings.md"])
-def test_the_pages_show_the_house_and_the_settings_as_they_are(page: str) -> None:
+@pytest.mark.parametrize("page", ["architecture.md", "settings.md", "metrics.md"])
+def test_the_pages_show_the_house_the_settings_and_the_names_as_they_are(page: str) -> None:
     """Lines come and go with each change: those are told within a fifth."""
     told = (ROOT / "docs" / page).read_text()
     true, lines = _with_parts(told, _generated()[page]), re.compile(r"(?<=\| ~)\d+")
     assert lines.sub("", told) == lines.sub("", true), "`make docs` writes it anew"
     for one, other in zip(lines.findall(told), lines.findall(true), strict=True):
         assert int(one) == pytest.approx(int(other), rel=0.2, abs=40), "`make docs` counts again"
+
+
+def _is_constant(node: ast.expr) -> bool:
+    return all(isinstance(one, ast.Constant | ast.Tuple | ast.Load) for one in ast.walk(node))
+
+
+def _listed_names(node: ast.AST, known: set[str]) -> list[str]:
+    """The metrics that stand in a tuple, a list or a set, by themselves or as the first of pairs,
+    or that a dict has words for."""
+    if isinstance(node, ast.Dict):
+        parts = node.keys if all(map(_is_constant, node.values)) else []
+    else:
+        parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
+    firsts = [part.elts[0] if isinstance(part, ast.Tuple) and part.elts else part for part in parts]
+    return [one.value for one in firsts if isinstance(one, ast.Constant) and one.value in known]
+
+
+def test_there_is_one_list_of_the_names_of_metrics() -> None:
+    """There were some thirty tuples and dicts of them, each with its own order, words and gaps."""
+    from tasks.engine.base.names import METRICS
+
+    known = {metric.name for metric in METRICS}
+    lists = {
+        f"{name}:{node.lineno}": found
+        for name, file in MODULES.items()
+        if name != "tasks.engine.base.names"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if len(found := _listed_names(node, known)) > 2
+    }
+    assert not lists, "give these a Place in tasks/engine/base/names.py"
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

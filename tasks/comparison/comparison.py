@@ -20,7 +20,6 @@ from tasks.comparison.differences import find_work_classes, needs_recent_speeds
 from tasks.comparison.grid import Cell, ComparisonRequest, GridCheck
 from tasks.comparison.page import MAX_GROUPS, ComparisonReport
 from tasks.comparison.run_groups import (
-    FIGURES,
     RECENT_SPEED,
     Goal,
     Group,
@@ -32,6 +31,7 @@ from tasks.comparison.run_groups import (
     shorten_names,
 )
 from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
+from tasks.engine.base.names import Place, list_shown
 from tasks.engine.base.units import format_number
 from tasks.process.redaction import redact_command_line
 from tasks.run.findings import make_process_tags
@@ -170,7 +170,8 @@ class Comparison:
         best = find_best_group(groups, goal) if goal is not None else None
         if goal is None or best is None:
             return
-        figures = {metric: best.compute_median(metric) for metric in FIGURES}
+        metrics = [*list_shown(Place.GOAL), *list_shown(Place.BEST_RUN)]
+        figures = {metric: best.compute_median(metric) for metric in metrics}
         known = {metric: value for metric, value in figures.items() if value is not None}
         # A search keeps its best trial's settings and tags itself.
         told = {} if self.trials is not None else {"best": best.label}

@@ -25,27 +25,22 @@ from tasks.comparison.run_groups import (
     choose_goal,
     compute_epoch_parts,
 )
+from tasks.engine.base.names import OWNERS as OWNER_NAMES
+from tasks.engine.base.names import TAGS, PhaseKind, list_phases
 from tasks.engine.base.units import (
     format_mebibytes,
     format_number,
     format_percent,
     format_seconds,
 )
-from tasks.engine.memory import memory_by_owner
 from tasks.engine.settings.run_config import SCHEDULES_BY_SETTING
 from tasks.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
 
-PHASES = {  # of a step; what no phase holds is "other"
-    "time/data_wait_ms": "data wait",
-    "time/h2d_ms": "copy to the device",
-    "time/forward_ms": "forward",
-    "time/backward_ms": "backward",
-    "time/communication_ms": "communication",
-    "time/optimizer_ms": "optimizer",
-}
+# Of a step; what no phase holds is "other".
+PHASES = {phase.metric: phase.label for phase in list_phases(PhaseKind.STEP) if phase.label}
 OWNERS = {
     f"memory/{owner}_mib": owner.replace("_", " ")
-    for owner in memory_by_owner.OWNERS
+    for owner in OWNER_NAMES
     if owner != "rest"  # is other too
 }
 OTHER = "other"
@@ -67,14 +62,12 @@ STEP_PARTS = ("steps", "first step")  # of an epoch
 MIN_SHARE = 0.10  # of a difference, from which on a share is told
 ROUNDING = 0.02  # of a difference, by which shares may be below 0
 MOST, MOST_NAMED = 12, 5  # sentences of one kind, and names in one; the table has all
-COMPUTED = ("device.model", "precision", "compiled", "micro_batch", "threads")
 WHY = {  # the tags that may say why a phase takes longer
-    "data wait": ("data.residency",),
-    "copy to the device": ("data.residency",),
-    "forward": COMPUTED,
-    "backward": COMPUTED,
-    "optimizer": ("device.model", "compiled"),
+    phase.label: [tag.name for tag in TAGS if phase.name in tag.explains]
+    for phase in list_phases(PhaseKind.STEP)
+    if phase.label
 }
+COMPUTED = WHY["forward"]
 
 
 def compute_time_parts(group: Group) -> dict[str, float]:

@@ -12,21 +12,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.engine.base.names import TAGS, Place, list_shown
 from tasks.engine.base.units import ELLIPSIS, format_number, make_printable
 from tasks.engine.report.report_sections import split_training_time
 from tasks.engine.settings.read_settings import read_mapping
 from tasks.engine.settings.run_config import RunConfig, parse_best_metric
-from tasks.run.gate import SCORES
 
 # What may differ and makes no other training: names, and the draws of repeats.
 IGNORED_SETTINGS = ("run.name", "run.key", "run.experiment")
 SEED = "train.seed"
-COMPARED_TAGS = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
+COMPARED_TAGS = [tag.name for tag in TAGS if tag.is_compared]
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 RECENT_SPEED = "speed/recent_samples_per_s"
-PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
-# What the run that holds the others has of its best.
-FIGURES = (*SCORES, SPEED, "speed/tokens_per_s", *PEAKS, "memory/leaked_mib")
+PEAKS = list_shown(Place.PEAK)
 LETTERS = 40  # of a value
 LABEL_LETTERS = 40  # of a label that is read within a sentence
 _LASTS = Counter(name.rpartition(".")[2] for name in RunConfig().flat())  # model.name, optim.name
@@ -210,7 +208,9 @@ def _read_value(run: MeasuredRun, name: str) -> str:
 
 def find_score(groups: Sequence[Group]) -> str:
     """Return the metric by which these groups are judged; empty where they share none."""
-    shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
+    shared = [
+        s for s in list_shown(Place.GOAL) if any(s in run.metrics for g in groups for run in g.done)
+    ]
     return shared[0] if shared else ""
 
 

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from itertools import product
 
 from tasks.comparison.run_groups import Goal
+from tasks.engine.base.names import Place, list_best_metrics, list_shown
 from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import TASK_METRICS, RunConfig
+from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import list_settings
-from tasks.run.gate import SCORES
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "none")
@@ -166,11 +166,12 @@ def find_goal(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
     own: names of the user's. Raises ConfigError.
     """
     direction, colon, name = asked.rpartition(":")
-    lists = [TASK_METRICS.get(task, ("val/loss",)) for task in tasks] or [("val/loss",)]
+    lists = [list_best_metrics(task) or ["val/loss"] for task in tasks] or [["val/loss"]]
     shared = [metric for metric in lists[0] if all(metric in figures for figures in lists)]
     mine = [f"val/{metric}" for metric in own]
     if not asked:
-        return find_goal(next(score for score in SCORES if score in shared), tasks, own)
+        scores = list_shown(Place.GOAL)
+        return find_goal(next(score for score in scores if score in shared), tasks, own)
     if (colon and direction not in ("min", "max")) or name not in (*shared, *mine):
         known = ", ".join(shared + mine)
         raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {known}")

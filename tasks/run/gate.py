@@ -20,6 +20,15 @@ from statistics import median
 from typing import Any
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.names import (
+    PhaseKind,
+    Place,
+    find_unit,
+    is_lower_better,
+    list_phases,
+    list_shown,
+    list_words,
+)
 from tasks.engine.base.units import (
     format_mebibytes,
     format_milliseconds,
@@ -27,7 +36,7 @@ from tasks.engine.base.units import (
     format_percent,
 )
 from tasks.engine.settings import read_settings
-from tasks.engine.settings.run_config import LOWER_IS_BETTER, GateConfig, RunConfig
+from tasks.engine.settings.run_config import GateConfig, RunConfig
 
 OK, NEW = "ok", "new"
 GATES = ("worse", "larger", "slower")  # the most serious first
@@ -46,11 +55,6 @@ WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row 
 CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fastest step in twenty
 REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
 LOSS = "val/loss"
-SCORES = ("val/accuracy", "val/r2", "val/perplexity", LOSS)  # a run is judged by the first
-PHASES = (
-    *("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "other"),
-    "replay",
-)
 UNCOMPARED = ("run.", "gate.", "data.cache")  # settings that make no other training
 HUGE = 1e300  # MLflow's infinity
 
@@ -66,19 +70,14 @@ class GateFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A metric that a run is judged by.
-
-    Limits lie at least so far from the median, as a share of it or in its own unit: `near`
-    for each of three runs in a row, `far` for one. `drift`: the least deviation, as a share of
-    the level, in which the distance from that is measured; half of `near` where it is not given.
+class Limits:
+    """How far a metric may lie from the median: at least so far, as a share of it or in its own
+    unit; `near` for each of three runs in a row, `far` for one. `drift`: the least deviation, as a
+    share of the level, in which the distance from that is measured; half of `near` where it is not
+    given.
     """
 
-    metric: str
-    gate: str
-    said: str  # the sentence's first words, of the value
-    value: Callable[[float], str] = format_number
-    is_lower_better: bool = True
+    gate: str  # what a run beyond them is
     near: float = 0.0
     far: float = 0.0
     unit: float = 0.0
@@ -86,45 +85,45 @@ class Figure:
     busy: float = math.inf  # per cent of the time without a core, above which it says little
 
 
-FIGURES = (
-    Figure(
-        *("speed/samples_per_s", "slower", "{} samples/s"),
-        is_lower_better=False,
-        near=0.3,
-        far=0.67,
-        drift=0.03,
-        busy=BUSY,
-    ),
-    Figure(
-        *("time/fast_step_ms", "slower", "a step takes {} where nothing is in its way"),
-        value=format_milliseconds,
-        near=0.025,
-        far=2.0,
-        busy=BUSIEST,
-    ),
-    Figure(
-        *("memory/run_peak_allocated_mib", "larger", "peak {}", format_mebibytes),
-        near=0.01,
-        far=0.02,
-        unit=0.25,
-    ),
-    Figure("memory/leaked_mib", "larger", "{} leaked", format_mebibytes, unit=0.25),
-)
+@dataclass(frozen=True)
+class Figure:
+    """A metric that a run is judged by."""
+
+    metric: str
+    said: str  # the sentence's first words, of the value
+    limits: Limits
+
+    @property
+    def is_lower_better(self) -> bool:
+        return is_lower_better(self.metric)
+
+    @property
+    def value(self) -> Callable[[float], str]:
+        """Return what puts a value into words."""
+        formats = {"MiB": format_mebibytes, "ms": format_milliseconds}
+        return formats.get(find_unit(self.metric), format_number)
 
 
-SPEEDS = tuple(figure.metric for figure in FIGURES if figure.gate == "slower")
+LIMITS = {  # of the metrics that the list shows at the gate
+    "speed/samples_per_s": Limits("slower", near=0.3, far=0.67, drift=0.03, busy=BUSY),
+    "time/fast_step_ms": Limits("slower", near=0.025, far=2.0, busy=BUSIEST),
+    "memory/run_peak_allocated_mib": Limits("larger", near=0.01, far=0.02, unit=0.25),
+    "memory/leaked_mib": Limits("larger", unit=0.25),
+}
+FIGURES = tuple(Figure(name, words, LIMITS[name]) for name, words in list_words(Place.GATE))
+SPEEDS = tuple(figure.metric for figure in FIGURES if figure.limits.gate == "slower")
 
 
 def _list_score_figures(metrics: Mapping[str, float]) -> list[Figure]:
     """Return the first score that the run has, and its loss: it may be worse at an equal score."""
     found = []
-    score = next((name for name in SCORES if name in metrics), None)
-    if score is not None and score not in LOWER_IS_BETTER:
-        found.append(Figure(score, "worse", f"{score} {{}}", is_lower_better=False, unit=0.005))
+    score = next((name for name in list_shown(Place.GOAL) if name in metrics), None)
+    if score is not None and not is_lower_better(score):
+        found.append(Figure(score, f"{score} {{}}", Limits("worse", unit=0.005)))
         if LOSS in metrics:
-            found.append(Figure(LOSS, "worse", f"{LOSS} {{}}", near=0.04, far=0.08))
+            found.append(Figure(LOSS, f"{LOSS} {{}}", Limits("worse", near=0.04, far=0.08)))
     elif score is not None:
-        found.append(Figure(score, "worse", f"{score} {{}}", near=0.02, far=0.04))
+        found.append(Figure(score, f"{score} {{}}", Limits("worse", near=0.02, far=0.04)))
     return found
 
 
@@ -181,8 +180,8 @@ def compare_with_history(
         found["warnings"] = [*(run.get("warnings") or ()), verdict.warning]
         tags["warnings"] = "\n".join(found["warnings"])
     if name:
-        score = next((score for score in SCORES if score in metrics), "")
-        told = {"metric": score, "value": metrics.get(score), "lower": score in LOWER_IS_BETTER}
+        score = next((score for score in list_shown(Place.GOAL) if score in metrics), "")
+        told = {"metric": score, "value": metrics.get(score), "lower": is_lower_better(score)}
         found["register"] = {"name": name, "passed": verdict.gate in (OK, NEW), **told}
     return found
 
@@ -211,7 +210,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         words = seen.describe()
         trend.append(seen.make_trend(is_beyond=bool(words)))
         if words:
-            told[figure.gate].append(words)
+            told[figure.limits.gate].append(words)
     if told["slower"]:
         told["slower"] += _describe_phase(now, good)
     worst = next((kind for kind in GATES if told[kind]), OK)
@@ -301,7 +300,9 @@ class _FigureHistory:
         """
 
         def is_free(run: Mapping[str, float]) -> bool:
-            return figure.busy == math.inf or not describe_disturbance(run, usual_ms, figure.busy)
+            return figure.limits.busy == math.inf or not describe_disturbance(
+                run, usual_ms, figure.limits.busy
+            )
 
         values, every, before = (
             [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]
@@ -317,12 +318,12 @@ class _FigureHistory:
 
     def compute_limit(self, deviations: float, least: float) -> float:
         spread = SIGMA * median(abs(value - self.middle) for value in self.good)
-        away = max(deviations * spread, least * abs(self.middle), self.figure.unit)
+        away = max(deviations * spread, least * abs(self.middle), self.figure.limits.unit)
         return self.middle + (away if self.figure.is_lower_better else -away)
 
     @property
     def near(self) -> float:
-        limit = self.compute_limit(NEAR, self.figure.near)
+        limit = self.compute_limit(NEAR, self.figure.limits.near)
         is_lower_better = self.figure.is_lower_better
         older = self.good[IN_A_ROW - 1 :]  # than the row, which may be good up to now
         worst = sorted(older, reverse=is_lower_better)[int(WORST * len(older))]
@@ -330,7 +331,7 @@ class _FigureHistory:
 
     @property
     def far(self) -> float:
-        limit = self.compute_limit(FAR, self.figure.far)
+        limit = self.compute_limit(FAR, self.figure.limits.far)
         return max(limit, self.near) if self.figure.is_lower_better else min(limit, self.near)
 
     def is_beyond(self, value: float, limit: float) -> bool:
@@ -364,8 +365,10 @@ class _FigureHistory:
         """
         level, began = self.find_level()
         steps = [abs(after - before) for before, after in pairwise(self.since)]
-        least = (self.figure.drift or self.figure.near / NEAR) * abs(level)
-        deviation = max(STEP_SIGMA * median(steps), least, self.figure.unit / NEAR) or math.inf
+        least = (self.figure.limits.drift or self.figure.limits.near / NEAR) * abs(level)
+        deviation = (
+            max(STEP_SIGMA * median(steps), least, self.figure.limits.unit / NEAR) or math.inf
+        )
         deviation *= 1 if self.figure.is_lower_better else -1
         total, runs, adds = 0.0, 0, 0.0
         for value in (*self.since[began:], self.now):
@@ -411,12 +414,12 @@ class _FigureHistory:
 def _describe_phase(now: Mapping[str, float], good: Sequence[Mapping[str, float]]) -> list[str]:
     """Return which phase of a step has grown most, and its share of all growth."""
     grown = {}
-    for phase in PHASES:
-        name = f"time/{phase}_ms"
+    for phase in list_phases(PhaseKind.STEP):
+        name = phase.metric
         known = [value for run in good if (value := _read_value(run, name)) is not None]
         mine = _read_value(now, name)
         if known and mine is not None and mine > median(known):
-            grown[phase.replace("_", " ")] = mine - median(known)
+            grown[phase.name.replace("_", " ")] = mine - median(known)
     if not grown:
         return []
     most = max(grown, key=lambda phase: grown[phase])

@@ -16,6 +16,7 @@ from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from tasks.engine.base.names import Place, list_words
 from tasks.engine.base.units import format_clock, format_mebibytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -28,20 +29,8 @@ LISTEN_EVERY_S = 5.0
 QUIET_S = 30.0  # no longer without a line, however long an epoch or a step takes
 DRAW_EVERY_S = 0.1
 BAR_COLUMNS = 12
-SCORES = (
-    ("val/accuracy", "val accuracy {}"),
-    ("val/r2", "val R2 {}"),
-    ("val/perplexity", "val perplexity {}"),
-    ("val/mae", "val mae {}"),
-)
 # Where nearly all rows are of one class: its share is the accuracy of no model at all.
-UNEVEN, BALANCED = "val/largest_class_share", ("val/balanced_accuracy", "val balanced accuracy {}")
-SPEEDS = (("speed/tokens_per_s", "{} tokens/s"), ("speed/samples_per_s", "{} samples/s"))
-PEAKS = (
-    ("memory/run_peak_allocated_mib", "peak {}"),
-    ("memory/peak_allocated_mib", "peak {}"),
-    ("memory/host_rss_mib", "host {}"),
-)
+UNEVEN = "val/largest_class_share"
 # What a terminal raises that went away or cannot show a character: OSError, closed file, encoding.
 TERMINAL_ERRORS = (OSError, ValueError)
 
@@ -136,10 +125,12 @@ class Progress:
         """
         epoch, left = f"epoch {self._compute_epoch()}/{self._epochs}", self._describe_time(now_s)
         loss = self._describe_first(("train/loss", "loss {}"), words=format_number)
-        scores = (BALANCED, *SCORES) if UNEVEN in self._known else SCORES
+        uneven = list_words(Place.UNEVEN) if UNEVEN in self._known else ()
+        scores = [*uneven, *list_words(Place.PROGRESS_SCORE)]
+        speeds = list_words(Place.PROGRESS_SPEED)[::-1]  # tokens, where there are any
         score = self._describe_first(*scores, words=format_number)
-        speed = self._describe_first(*SPEEDS, words=_format_rounded)
-        peak = self._describe_first(*PEAKS, words=format_mebibytes)
+        speed = self._describe_first(*speeds, words=_format_rounded)
+        peak = self._describe_first(*list_words(Place.PROGRESS_MEMORY), words=format_mebibytes)
         lines = (
             "  ".join([epoch, *loss, *kept, *left])
             for kept in ([*score, *speed, *peak], [*speed, *peak], speed, [])

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import DataFacts, Owner, TrainFacts
+from tasks.engine.base.names import Place, list_shown
 from tasks.engine.base.units import make_printable
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.engine.memory.leaks import LeakError
@@ -22,7 +23,7 @@ from tasks.engine.settings import read_settings
 from tasks.engine.settings.read_settings import dump_yaml, hide_config_secrets
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan
-from tasks.engine.training.admission import WANTED, PastRuns
+from tasks.engine.training.admission import PastRuns
 from tasks.process.redaction import redact, redact_nested
 from tasks.run.findings import make_data_inputs, make_device_json, make_device_tags
 from tasks.run.gate import compare_with_history, compute_gate_key
@@ -175,7 +176,7 @@ class Record(Recording):
         claim = {"marks": [*start.marks], "by": f"{tags['host']} from step {step}"}
         try:
             measured = self._journal.reopen(
-                run, tags=redact_nested(tags), wanted=WANTED, claim=claim
+                run, tags=redact_nested(tags), wanted=list_shown(Place.NEXT_RUN), claim=claim
             )
         except RunGone as gone:
             self._claim.begin_anew(gone)
@@ -196,7 +197,9 @@ class Record(Recording):
             self._found.tags["anew"] = anew
         params = read_settings.select_params(self.params, task=data.task)
         start, measured = self._create(
-            params, data=make_data_inputs(self.config.data, data), wanted=WANTED
+            params,
+            data=make_data_inputs(self.config.data, data),
+            wanted=list_shown(Place.NEXT_RUN),
         )
         ids = self._journal
         self._claim.start = replace(start, run_id=ids.run_id, experiment_id=ids.experiment_id)

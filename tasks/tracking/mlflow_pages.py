@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tasks.engine.base.names import Place, list_shown
+
 # Else MLflow opens its pages for language models, whatever the kind of the experiment.
 TRAINING = "workflowType=machine_learning"
 EXPERIMENTS_PAGE = f"/#/experiments?{TRAINING}"
@@ -23,23 +25,17 @@ VIEW_TAG = f"{VIEWS}{VIEW}"
 COMPARISONS = "of-"  # what the keys of comparisons' views begin with
 MOST_COMPARISONS = 20  # views of them that are kept: MLflow's pages take no more than 40
 CREATED_MS = 1_767_225_600_000  # the same at each writing, so that it is seen to be there
-SCORES = tuple(f"val/{name}" for name in ("accuracy", "r2", "perplexity", "loss"))
 SETTINGS = ("optim.lr", "train.batch_size", "train.epochs")  # that people vary
 DURATION = "duration"  # a column that is always there
-FIGURES = (
+LAST_COLUMNS = (
     *("tags.`gate`", "tags.`warnings`", DURATION, "tags.`device`"),
-    *(f"metrics.`speed/{name}`" for name in ("samples_per_s", "tokens_per_s")),
-    *(f"metrics.`memory/{name}`" for name in ("run_peak_allocated_mib", "leaked_mib")),
+    *(f"metrics.`{name}`" for name in list_shown(Place.MLFLOW_COLUMN)),
     "attributes.`Dataset`",
 )
 # Not `attributes.start_time`: sorted by that MLflow hides the runs of a comparison in a closed row.
 NEWEST_FIRST = {"orderByKey": "attributes.`start_time`", "orderByAsc": False}
-# In this order; what a run does not measure is not drawn.
-CURVES = (
-    *("train/loss", "val/loss", "val/accuracy", "val/r2", "val/mae", "val/perplexity"),
-    *("speed/recent_samples_per_s", "speed/recent_tokens_per_s"),
-    *("memory/peak_allocated_mib", "memory/host_rss_mib"),
-)
+# The losses first; what a run does not measure is not drawn.
+CURVES = sorted(list_shown(Place.MLFLOW_CHART), key=lambda name: not name.endswith("/loss"))
 FIRST = "Loss, validation, speed, memory"
 OTHERS = ("val", "test", "train", "speed", "time", "memory", "checkpoint")  # closed until opened
 
@@ -72,7 +68,7 @@ def make_view_tag() -> str:
 
     See savedViewEnvelope, ExperimentPageUIState and runs-charts.types in MLflow's sources.
     """
-    columns = _list_columns(SCORES, SETTINGS)
+    columns = _list_columns(list_shown(Place.GOAL), SETTINGS)
     return _pack("Headroom", CREATED_MS, _make_view(columns, _make_cards()) | NEWEST_FIRST)
 
 
@@ -102,7 +98,7 @@ class ComparisonView:
         return key, _pack(self.name, int(time.time() * 1000), view)
 
     def _make_cards(self) -> list[dict[str, Any]]:
-        metrics = [self.score, "speed/samples_per_s", "memory/run_peak_allocated_mib"]
+        metrics = [self.score, *list_shown(Place.MLFLOW_BARS)]
         metrics = [name for name in metrics if name]
         axes = {"selectedParams": [*self.varied], "selectedMetrics": metrics[1::-1]}
         first = [{"type": "PARALLEL", "showAllRuns": True, "isGenerated": False, **axes}]
@@ -135,7 +131,7 @@ def _pack(name: str, created_ms: int, view: Mapping[str, Any]) -> str:
 
 def _list_columns(scores: Sequence[str], settings: Sequence[str]) -> list[str]:
     metrics, params = (f"metrics.`{name}`" for name in scores), (f"params.`{n}`" for n in settings)
-    return [*metrics, *params, *FIGURES]
+    return [*metrics, *params, *LAST_COLUMNS]
 
 
 def _make_view(columns: Sequence[str], cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
+from tasks.engine.base import names
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
@@ -96,6 +97,7 @@ def _trained(**sections: Any) -> Run:
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
     assert not absent, absent
+    assert all(map(names.find_metric, metrics)) and all(map(names.find_tag, tags))
     assert not [key for key in POSITIVE if not metrics[key] > 0]
     assert metrics["memory/release_ok"] == 1 and metrics["memory/leaked_mib"] == 0
     _assert_memory_adds_up(metrics)

@@ -18,14 +18,13 @@ from torch import Tensor
 from tasks.engine.accounts.core_wait import CoreWatch
 from tasks.engine.accounts.phases import (
     COUNT_EVERY,
-    PHASES,
-    REPLAY,
     Phases,
     Stopwatch,
     Watched,
     make_phase_clock,
 )
 from tasks.engine.accounts.step_metrics import Blame, Log, StepMetrics, blame_nobody
+from tasks.engine.base.names import COUNTED, PhaseKind, list_phases
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocators import wait_for_device
@@ -33,8 +32,8 @@ from tasks.engine.memory.memory_by_owner import MemoryByOwner, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
-COUNTED = "counted_step"  # steps whose memory was counted, where they are no steps of the speed
-PARTS = ("setup", "first_step", "eval", "log", "checkpoint")  # of a run, beside its steps
+# Of a training, beside its steps; those that are counted are told where there are any.
+PARTS = [p.name for p in list_phases(PhaseKind.TRAINING) if p.name not in ("steps", COUNTED)]
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,11 @@ class Accounts:
         loop_s = spent["first_step"] + spent["steps"]
         samples_per_s = rows / loop_s
         found = {
-            **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
+            **{
+                phase.metric: 1000 * phase_s[phase.name]
+                for phase in list_phases(PhaseKind.STEP)
+                if phase.name in phase_s
+            },
             **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
             "speed/steps_per_s": steps / loop_s,
         }

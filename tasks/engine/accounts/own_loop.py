@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from tasks.engine.accounts.accounts import COUNTED, Accounts, LoopFacts
+from tasks.engine.accounts.accounts import Accounts, LoopFacts
 from tasks.engine.accounts.guard import Guarded, Hook, guard, take_own_error
 from tasks.engine.accounts.logged_values import LoggedValues, take_step
-from tasks.engine.accounts.phases import OTHER, PHASES, TIME_FIRST, Watched
-from tasks.engine.base import nested
+from tasks.engine.accounts.phases import TIME_FIRST, Watched
+from tasks.engine.base import names, nested
 from tasks.engine.base.facts import ReleaseFacts
+from tasks.engine.base.names import COUNTED, OTHER
 from tasks.engine.memory.allocation_log import ACTIVATIONS, AllocationLog
 from tasks.engine.memory.allocators import Allocator, NoAllocator
 from tasks.engine.memory.holders import SAVED, find_live_tensors
@@ -39,7 +40,8 @@ from tasks.engine.memory.memory_meter import MemoryMeter
 
 LOG_EVERY = 10  # steps
 EARLY = (2, 3, 4)  # log points beside these: one is counted by owner, two are timed
-BESIDE = ("eval", "checkpoint", "log")  # parts of a run that are no part of its steps
+PHASES = [phase.name for phase in names.list_phases(names.PhaseKind.STEP) if phase.is_named]
+BESIDE = [phase.name for phase in names.list_phases(names.PhaseKind.TRAINING) if phase.is_named]
 READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 PENDING = 100  # metrics on the device that may wait for a log point
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most

@@ -18,18 +18,16 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tasks.engine.base.names import REPLAY
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import MemoryMeter
 
-REPLAY = "replay"  # all of a step that is replayed from a graph, but for its data
 FAST_QUANTILE = (
     0.05  # of the steps: what a step takes on a busy machine, where nothing else is in its way
 )
 LEAST_TIMES = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
 SIDE, REFERENCE_EVERY_S = 192, 0.05  # of a square matrix whose product takes some 0.1 ms
-OTHER = "other"  # of a step: what belongs to no phase that has a name
-PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", OTHER)
 
 
 class PhaseClock(Protocol):

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.engine.base.figures import BY_CHANCE, LARGEST_CLASS_SHARE, MEAN, MEDIAN, R2_ERROR
+from tasks.engine.base.names import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
 
 Figures = dict[str, float]
 CHANCE_T = 1.645  # one side, 5 %
 LARGEST_CLASS = 0.9  # share of the rows above which the accuracy says little
+ZERO = 1e-6  # of the largest target: less is none, where these were scaled in single precision
 MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted
 
 
@@ -93,7 +94,7 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     return {
         "balanced_accuracy": float(recall),
         "macro_f1": float(found.f1.mean()),
-        **({LARGEST_CLASS_SHARE: share} if share > LARGEST_CLASS else {}),
+        **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
     }
 
 
@@ -159,21 +160,34 @@ def _select_columns(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 def compute_regression_scores(outputs: np.ndarray, targets: np.ndarray) -> Figures:
     """Return R2, over several targets that of the sum of their squares, and the mean over the
-    targets of the absolute error and of the root of the squared one. outputs, targets: (rows,
-    targets)."""
+    targets of the absolute error, in its unit and in per cent, and of the root of the squared one.
+    outputs, targets: (rows, targets)."""
     if outputs.shape != targets.shape:  # a loss of the user's own takes others
         return {}
+    percent = compute_percentage_error(outputs, targets)
     if not np.isfinite(outputs).all():
-        return dict.fromkeys(("mae", "rmse"), float("nan"))
+        return {**dict.fromkeys(("mae", "rmse"), float("nan")), **percent}
     error = outputs - targets
     found = {
         "mae": float(np.abs(error).mean()),
         "rmse": float(np.sqrt(np.square(error).mean(0)).mean()),
+        **percent,
     }
     if (targets != targets[:1]).any():
         spread = np.square(targets - targets.mean(0)).sum()
         found = {"r2": float(1 - np.square(error).sum() / spread), **found}
     return found
+
+
+def compute_percentage_error(outputs: np.ndarray, targets: np.ndarray) -> Figures:
+    """Return the mean absolute error in per cent of the targets, (rows, targets); nothing where a
+    target is 0, of which no error is a share: scikit-learn divides by 2e-16 there, so that such a
+    row alone decides the mean. Targets were kept in single precision: 0 is what that tells from it.
+    """
+    sizes = np.abs(targets)
+    if (sizes <= ZERO * sizes.max(initial=0.0)).any():
+        return {}
+    return {"mape": 100 * float(np.abs((outputs - targets) / targets).mean())}
 
 
 def compute_r2_error(outputs: np.ndarray, targets: np.ndarray) -> Figures:

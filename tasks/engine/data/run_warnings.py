@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.figures import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
+from tasks.engine.base.names import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.data import encoding
 from tasks.engine.data.targets import Labels, iterate_row_blocks

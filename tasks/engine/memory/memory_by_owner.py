@@ -13,24 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from tasks.engine.base import nested
+from tasks.engine.base.names import OWNERS
 from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.allocators import NoAllocator, Space
 from tasks.engine.memory.holders import find_live_tensors
 
 BEST_WEIGHTS = "best_weights"
-OWNERS = (
-    "parameters",
-    "buffers",
-    BEST_WEIGHTS,
-    "gradients",
-    "optimizer_state",
-    "data",
-    "batch",
-    "activations",
-    LIBRARIES,
-    "graph",
-    REST,
-)
 OwnedTensors = Mapping[str, Iterable[Tensor]]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from tasks.engine.base.names import PHASES
 from tasks.engine.memory.allocators import Allocator, Space, make_allocator
 from tasks.engine.memory.holders import LiveTensor, find_live_tensors
 from tasks.engine.memory.host_memory import HostMemory
 
 MIB = 1024**2
-REPORTED_PHASES = ("forward", "backward", "optimizer", "eval")
 
 
 def count_allocated_bytes(device: torch.device, lives: list[LiveTensor] | None = None) -> int:
@@ -93,7 +93,7 @@ class MemoryMeter:
         found: dict[str, float] = {
             f"memory/run_{name}_mib": value / MIB for name, value in self._run.items()
         }
-        for name in REPORTED_PHASES:
+        for name in (phase.name for phase in PHASES if phase.has_peak):
             if name in self._phases:
                 found[f"memory/peak_{name}_mib"] = self._phases[name] / MIB
         if self._headroom is not None:

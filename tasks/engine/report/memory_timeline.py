@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from tasks.engine.base.names import OWNERS
 from tasks.engine.base.units import format_mebibytes, format_percent, make_printable
 from tasks.engine.memory.allocation_log import (
     ACTIVATIONS,
@@ -22,7 +23,7 @@ from tasks.engine.memory.allocation_log import (
     AllocationLog,
     Entry,
 )
-from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OWNERS
+from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.report.html_page import STYLE, embed_image, make_document
 from tasks.engine.report.plots import GREY, INK, make_panels
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tasks.engine.base.names import Place, list_words
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.report.report_sections import PARTS, Block, make_report, shorten_class_name
 
@@ -25,20 +26,11 @@ INCHES = (8.0, 4.6)
 DPI = 150
 MOST_POINTS = 4000  # of one line; the picture is 1,200 pixels wide
 
-LOSSES = (("train/loss", "train", BLUE), ("val/loss", "validation", VERMILION))
-SCORES = (
-    ("val/accuracy", "validation accuracy"),
-    ("val/r2", "validation R2"),
-    ("val/perplexity", "validation perplexity"),
-    ("val/mae", "validation mean absolute error"),
-)
-POOL = (
-    ("memory/peak_reserved_mib", "peak reserved", SKY),
-    ("memory/reserved_mib", "reserved", SKY),
-    ("memory/peak_allocated_mib", "peak allocated", BLUE),
-    ("memory/allocated_mib", "allocated", VERMILION),
-)
-HOST = (("memory/host_rss_mib", "resident", GREEN),)
+COLOURS = {  # of the lines of a plot, in the order in which it shows metrics
+    Place.LOSS_PLOT: (BLUE, VERMILION),
+    Place.MEMORY_PLOT: (SKY, SKY, BLUE, VERMILION),  # the same as a peak and as it is
+    Place.HOST_PLOT: (GREEN,),
+}
 
 Points = list[tuple[float, float]]
 Line = tuple[str, str, Points]  # label, colour, points
@@ -68,8 +60,8 @@ def draw_run_plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _draw_loss(run: Mapping[str, Any]) -> Figure | None:
-    losses = _read_lines(run, LOSSES)
-    score = next((s for s in SCORES if _read_points(run, s[0])), None)
+    losses = _read_lines(run, Place.LOSS_PLOT)
+    score = next((s for s in list_words(Place.SCORE_PLOT) if _read_points(run, s[0])), None)
     if not losses and score is None:
         return None
     axes = make_panels(bool(losses) + (score is not None))
@@ -97,8 +89,8 @@ def _draw_memory(run: Mapping[str, Any]) -> Figure | None:
     series = [
         (title, lines)
         for title, lines in (
-            ("device", _drop_repeated_colours(_read_lines(run, POOL))),
-            ("host process", _read_lines(run, HOST)),
+            ("device", _drop_repeated_colours(_read_lines(run, Place.MEMORY_PLOT))),
+            ("host process", _read_lines(run, Place.HOST_PLOT)),
         )
         if lines
     ]
@@ -132,8 +124,9 @@ def _read_points(run: Mapping[str, Any], name: str) -> Points:
     return points[::stride]
 
 
-def _read_lines(run: Mapping[str, Any], wanted: Sequence[tuple[str, str, str]]) -> list[Line]:
-    found = [(label, colour, _read_points(run, name)) for name, label, colour in wanted]
+def _read_lines(run: Mapping[str, Any], place: Place) -> list[Line]:
+    wanted = zip(list_words(place), COLOURS[place], strict=True)
+    found = [(label, colour, _read_points(run, name)) for (name, label), colour in wanted]
     return [line for line in found if line[2]]
 
 
@@ -243,12 +236,6 @@ def _draw_bars(ax: Axes, block: Block, colour: str) -> None:
         ax.text(bar.length + 0.02, place, bar.value + share, va="center", fontsize=10)
 
 
-TITLES = {
-    "speed/samples_per_s": "samples a second",
-    "time/fast_step_ms": "fast step, ms",
-    "memory/run_peak_allocated_mib": "peak memory, MiB",
-    "memory/leaked_mib": "leaked, MiB",
-}
 COLUMNS = 3
 CAPTION = (
     "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one; "
@@ -292,7 +279,8 @@ def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
     ax.axhline(far, color=VERMILION, linewidth=0.9, linestyle="--")  # where it is not far outside
     ax.plot(places, values, color=BLUE, linewidth=1.2, marker="o", markersize=2.5)
     ax.plot(0, values[-1], color=colour, marker="o", markersize=7)
-    title = f"{TITLES.get(one['metric'], one['metric'])}: {format_number(values[-1])}"
+    name = dict(list_words(Place.TREND_PLOT)).get(one["metric"], one["metric"])
+    title = f"{name}: {format_number(values[-1])}"
     ax.set_title(title, loc="left", fontsize=9, fontweight="bold", color=colour)
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("#B0B0B0")

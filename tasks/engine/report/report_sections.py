@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from tasks.engine.base.names import Place, find_unit, list_shown, list_words
 from tasks.engine.base.units import (
     format_mebibytes,
     format_milliseconds,
@@ -80,19 +81,24 @@ def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
     return (line,) if line else ()
 
 
-def make_phrases(metrics: Numbers, *wanted: tuple[str, str]) -> list[str]:
-    """Return the phrases `(key, template)` whose metric was measured, with its value filled in."""
+def make_phrases(metrics: Numbers, place: Place) -> list[str]:
+    """Return the phrases of the metrics of this place that were measured."""
     return [
-        template.format(_format_metric(key, metrics[key]))
-        for key, template in wanted
-        if key in metrics
+        words.format(_choose_format(name)(metrics[name]))
+        for name, words in list_words(place)
+        if name in metrics
     ]
 
 
-def _format_metric(key: str, value: float) -> str:
-    units = {"mib": format_mebibytes, "ms": format_milliseconds, "s": format_seconds}
-    rate = key.endswith("_per_s")
-    return format_number(value) if rate else units.get(key.rpartition("_")[2], format_number)(value)
+def _list_parts(metrics: Numbers, place: Place) -> list[tuple[str, float]]:
+    """Return label and value of the metrics of this place that were measured."""
+    return [(label, metrics[name]) for name, label in list_words(place) if name in metrics]
+
+
+def _choose_format(name: str) -> Callable[[float], str]:
+    """Return what puts a value of the metric into words, by its unit."""
+    formats = {"MiB": format_mebibytes, "ms": format_milliseconds, "s": format_seconds}
+    return formats.get(find_unit(name), format_number)
 
 
 def make_bars(
@@ -141,55 +147,19 @@ def shorten_class_name(name: Any, limit: int) -> str:
     return make_printable(name, limit=min(limit, 40)) or "(empty)"
 
 
-OWNERS = tuple(
-    (label, f"memory/{owner}_mib")
-    for label, owner in (
-        ("parameters", "parameters"),
-        ("buffers", "buffers"),
-        ("best weights", "best_weights"),
-        ("gradients", "gradients"),
-        ("optimizer", "optimizer_state"),
-        ("data", "data"),
-        ("batch", "batch"),
-        ("activations", "activations"),
-        ("libraries", "libraries"),
-        ("recorded graph", "graph"),
-        ("the rest", "rest"),
-    )
-)
-PHASE_PEAKS = tuple(
-    (phase, f"memory/peak_{phase}_mib") for phase in ("forward", "backward", "optimizer", "eval")
-)
 LEAKS_SHOWN = 6
 
 
 def make_memory_section(metrics: Numbers) -> Section:
     """Return the section of the peak, by owner and by phase, and of the host process's memory."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
-    owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
-    peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
-    pool = make_phrases(
-        metrics,
-        ("memory/run_peak_allocated_mib", "peak {} allocated"),
-        ("memory/run_peak_reserved_mib", "{} reserved"),
-        ("memory/predicted_peak_mib", "{} predicted"),
-        ("memory/headroom_mib", "headroom {}"),
-        ("memory/fragmentation_pct", "{} % idle at the peak"),
-    )
-    trouble = [
-        template.format(format_number(metrics[key]))
-        for key, template in (
-            ("memory/alloc_retries", "{} allocation retries"),
-            ("memory/ooms_recovered", "{} out-of-memory errors recovered"),
-        )
-        if metrics.get(key)
-    ]
-    of_host = "its" if metrics.get("memory/host_rss_mib") else "host process"
-    host = make_phrases(
-        metrics,
-        ("memory/host_rss_mib", "host process {}"),
-        ("memory/host_rss_peak_mib", of_host + " peak {}"),
-    )
+    owners = [(label, mib) for label, mib in _list_parts(metrics, Place.OWNERS) if mib]
+    peaks = _list_parts(metrics, Place.PHASE_PEAKS)
+    pool = make_phrases(metrics, Place.MEMORY)
+    trouble = make_phrases({k: v for k, v in metrics.items() if v}, Place.TROUBLE)
+    host = make_phrases(metrics, Place.HOST)
+    if not metrics.get("memory/host_rss_mib"):
+        host = [phrase.replace("its peak", "host process peak") for phrase in host]
     whole = peak_mib or sum(mib for _, mib in owners)
     title = "by owner, of the peak" if peak_mib else "by owner"
     top = peak_mib or max((mib for _, mib in peaks), default=0.0)
@@ -221,16 +191,7 @@ def make_oom_section(run: Mapping[str, Any], *, limit: int) -> Section:
 def make_release_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:
     """Return the section of what was released, and of what was not, by name and largest first,
     each cut to `limit`."""
-    proof = make_phrases(
-        metrics,
-        ("memory/released_mib", "{} given back"),
-        ("memory/baseline_mib", "{} in use before the run"),
-        ("memory/residual_mib", "{} kept by libraries"),
-        ("memory/held_mib", "{} still held by the model and its optimizer"),
-        ("memory/held_beside_mib", "{} by other objects of the loop"),
-        ("memory/leaked_mib", "{} leaked"),
-        ("memory/reserved_residual_mib", "{} still reserved"),
-    )
+    proof = make_phrases(metrics, Place.RELEASE)
     ok = bool(metrics["memory/release_ok"]) if "memory/release_ok" in metrics else None
     verdict = {True: ["OK"], False: ["NOT ALL GIVEN BACK"], None: []}[ok]
     owners = [o for o in run.get("owners") or () if isinstance(o, Mapping)]
@@ -268,59 +229,8 @@ def _describe_leak(owner: Mapping[str, Any], limit: int) -> str:
     return make_printable(", ".join([" ".join(w for w in what if w), *size, *held]), limit=limit)
 
 
-STAGES = (
-    ("start", "time/start_s"),
-    ("detect", "time/detect_device_s"),
-    ("prepare", "time/prepare_data_s"),
-    ("open the run", "time/open_run_s"),
-    ("train", "time/train_model_s"),
-    ("release", "time/release_memory_s"),
-    ("close", "time/close_s"),
-)
-BESIDE_STEPS = (
-    ("time/first_step_s", "first step {}"),
-    ("time/eval_s", "eval {}"),
-    ("time/log_s", "log {}"),
-    ("time/checkpoint_s", "checkpoint {}"),
-    ("time/counted_step_s", "counting memory {}"),
-)
-TRAINING = (  # the parts of the stage "train"; what none of them holds is "other"
-    ("set-up", "time/setup_s"),
-    ("first step", "time/first_step_s"),
-    ("steps", "time/steps_s"),
-    ("evaluation", "time/eval_s"),
-    ("log", "time/log_s"),
-    ("checkpoint", "time/checkpoint_s"),
-    ("counting memory", "time/counted_step_s"),
-)
-PHASES = tuple(
-    (phase.replace("_", " "), f"time/{phase}_ms")
-    for phase in (
-        *("data_wait", "h2d", "forward", "backward", "communication", "optimizer"),
-        "other",
-    )
-)
-RANKS = {
-    "run_peak_allocated_mib": ("peak memory", format_mebibytes),
-    "leaked_mib": ("leaked", format_mebibytes),
-    "data_wait_ms": ("wait for data", format_milliseconds),
-    "communication_ms": ("communication", format_milliseconds),
-}
+TOTAL = "time/total_s"
 DATA_PHASES = ("data wait", "h2d")
-HEADLINE_METRICS = (
-    "val/accuracy",
-    "val/r2",
-    "val/perplexity",
-    "val/mae",
-    "val/loss",
-    "train/loss",
-)
-FIGURES = (
-    *HEADLINE_METRICS[:2],
-    *("val/balanced_accuracy", "val/macro_f1", "val/top5_accuracy", "val/largest_class_share"),
-    *("val/f1", "val/average_precision"),
-    *("val/perplexity", "val/mae", "val/rmse", "val/loss"),
-)
 
 
 def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
@@ -364,11 +274,12 @@ def _read_texts(run: Mapping[str, Any], limit: int) -> dict[str, str]:
 
 
 def _make_headline(learned: Numbers, metrics: Numbers, tags: Mapping[str, str]) -> tuple[str, ...]:
-    uneven = ("val/balanced_accuracy",) if "val/largest_class_share" in learned else ()
-    metric = next((k for k in (*uneven, *HEADLINE_METRICS) if k in learned), None)
+    uneven = list_shown(Place.UNEVEN) if "val/largest_class_share" in learned else ()
+    choices = [*uneven, *list_shown(Place.HEADLINE), "train/loss"]
+    metric = next((k for k in choices if k in learned), None)
     return (
         *([f"{metric} {format_number(learned[metric])}"] if metric else []),
-        *make_phrases(metrics, ("time/total_s", "{} in all")),
+        *([f"{format_seconds(metrics[TOTAL])} in all"] if TOTAL in metrics else []),
         *([f"on {tags['device']}"] if "device" in tags else []),
     )
 
@@ -390,9 +301,9 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
         if all(k in params for k in keys)
     ]
     recipe = ["1 epoch" if part == "1 epochs" else part for part in recipe]
-    shown = [k for k in ("train/loss", *FIGURES) if k in learned]
-    results = [f"{k} {format_number(learned[k])}" for k in dict.fromkeys(shown)]
-    tests = (k.replace("val/", "test/") for k in FIGURES)
+    scores = list_shown(Place.SCORES)
+    results = [f"{k} {format_number(learned[k])}" for k in ("train/loss", *scores) if k in learned]
+    tests = (k.replace("val/", "test/") for k in scores)
     tested = [f"{k} {format_number(learned[k])}" for k in tests if k in learned]
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
@@ -402,12 +313,7 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
         kept.append(
             f"the weights are those of epoch {best} of {last}: its {metric.name} is the {end}"
         )
-    pace = make_phrases(
-        learned,
-        ("speed/samples_per_s", "{} samples/s"),
-        ("speed/tokens_per_s", "{} tokens/s"),
-        ("speed/steps_per_s", "{} steps/s"),
-    )
+    pace = make_phrases(learned, Place.SPEED)
     if "speed/mfu" in learned:
         pace.append(f"{format_percent(learned['speed/mfu'])} of the device's peak (MFU)")
     recipe = [make_printable(part, limit=min(limit, 160)) for part in recipe]
@@ -435,13 +341,11 @@ def _make_device_section(tags: Mapping[str, str], metrics: Numbers, *, is_shared
     how.append(where.get(tags.get("data.residency", ""), ""))
     how += [f"micro-batch {tags['micro_batch']}"] if "micro_batch" in tags else []
     how += [f"resumed from step {tags['resumed_from_step']}"] if "resumed_from_step" in tags else []
-    watched = make_phrases(
-        metrics,
-        ("gpu/utilization_pct", "{} % busy"),
-        ("gpu/power_w", "{} W"),
-        ("gpu/temperature_c", "{} C"),
-        ("gpu/energy_j", "{} J used" + (" by all that share the GPU" if is_shared else "")),
-    )
+    watched = make_phrases(metrics, Place.DEVICE)
+    if is_shared:
+        watched = [
+            f"{w} by all that share the GPU" if w.endswith(" J used") else w for w in watched
+        ]
     watched += ["throttled"] if metrics.get("gpu/throttled") else []
     reason = (tags["device.reason"],) if "device.reason" in tags else ()
     facts = (*join_parts([*names, total, *versions]), *reason, *join_parts([*how, *watched]))
@@ -453,9 +357,11 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
     if "ranks" not in tags:
         return ()
     told = []
-    for name, (words, unit) in RANKS.items():
+    memory_first = sorted(list_words(Place.RANKS), key=lambda one: find_unit(one[0]) != "MiB")
+    for metric, words in memory_first:
+        name, unit = metric.partition("/")[2], _choose_format(metric)
         least, most = (metrics.get(f"ranks/{name}_{which}") for which in ("least", "most"))
-        if least is None or most is None or not most:
+        if not words or least is None or most is None or not most:
             continue
         where = tags.get(f"ranks.{name}_most")
         most_words = f"{unit(most)} on {where}" if where else unit(most)
@@ -491,17 +397,17 @@ def split_training_time(metrics: Mapping[str, float]) -> dict[str, float]:
     went on they are those of all its processes.
     """
     whole_s = metrics.get("time/train_model_s", 0.0)
-    parts = {name: metrics[key] for name, key in TRAINING if key in metrics}
+    parts = dict(_list_parts(metrics, Place.TRAINING))
     other_s = whole_s - sum(parts.values())
     return {**parts, "other": other_s} if "steps" in parts and other_s >= 0 else {}
 
 
 def _make_time_section(metrics: Numbers) -> Section:
     total_s = metrics.get("time/total_s")
-    stages = [(label, metrics[k]) for label, k in STAGES if k in metrics]
+    stages = _list_parts(metrics, Place.STAGES)
     if total_s is not None and stages and total_s > sum(s for _, s in stages):
         stages.append(("other", total_s - sum(s for _, s in stages)))
-    phases = [(label, metrics[k]) for label, k in PHASES if k in metrics]
+    phases = _list_parts(metrics, Place.STEP)
     replay_ms = metrics.get("time/replay_ms")
     steps = {"one step": phases}
     if replay_ms is not None:  # the wait for data is then that of replayed steps
@@ -510,16 +416,12 @@ def _make_time_section(metrics: Numbers) -> Section:
             "one replayed step": [*waits, ("replay", replay_ms)],
             "one step taken plainly": [one for one in phases if one not in waits],
         }
-    is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
-    besides = make_phrases(
-        metrics,
-        *(() if split_training_time(metrics) else BESIDE_STEPS),
-        *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
-        ("time/timed_steps", "phases of {} steps timed"),
-        ("time/core_wait_pct", "other work had its cores {} % of the time"),
-        ("time/core_wait_own_pct", "its own helpers {} %"),
-    )
     training = split_training_time(metrics)
+    besides = [] if training else make_phrases(metrics, Place.TRAINING_WORDS)
+    left_out = set()
+    if metrics.get("time/unaccounted_pct", 0) < 0:  # phases, times steps, are more
+        left_out.add("time/unaccounted_pct")
+    besides += make_phrases({k: v for k, v in metrics.items() if k not in left_out}, Place.TIME)
     train_s = sum(training.values())
     bars = make_bars([*training.items()], whole=train_s, words=format_seconds)
     blocks = (

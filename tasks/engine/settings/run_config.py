@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from tasks.engine.base import figures
 from tasks.engine.base.import_paths import IMPORT_PATH, is_import_path
+from tasks.engine.base.names import Place, is_lower_better, is_taken, list_shown
 from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
 Int = Annotated[int, Strict()]  # `true` is not 1
@@ -344,11 +344,6 @@ SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
     "optim.plateau_patience": ("plateau",),
 }
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-TASK_METRICS = {  # by which weights may be chosen, beside metrics of the user's own
-    task: tuple(f"val/{name}" for name in names) for task, names in figures.TASK_FIGURES.items()
-}
-TOP5 = f"val/{figures.TOP5}"
-LOWER_IS_BETTER = tuple(f"val/{name}" for name in figures.LOWER_IS_BETTER)
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -506,7 +501,7 @@ class BestMetric(NamedTuple):
 def parse_best_metric(text: str) -> BestMetric:
     """Return the metric of a name, or of min:NAME and max:NAME."""
     direction, _, name = text.rpartition(":")
-    return BestMetric(name, direction == "min" if direction else name in LOWER_IS_BETTER)
+    return BestMetric(name, direction == "min" if direction else is_lower_better(name))
 
 
 class TrainConfig(Section):
@@ -586,7 +581,7 @@ class TrainConfig(Section):
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
-            if name in figures.TAKEN:
+            if is_taken(name):
                 raise ValueError(
                     f"{name!r} is the name of a figure of the task itself; give yours another"
                 )
@@ -598,8 +593,8 @@ class TrainConfig(Section):
     def _check_best_metric(self) -> TrainConfig:
         direction, colon, name = self.best_metric.rpartition(":")
         own = [f"val/{metric}" for metric in self.metrics]
-        of_tasks = [*dict.fromkeys(m for of in TASK_METRICS.values() for m in of), TOP5]
-        known = of_tasks + own
+        of_tasks = list_shown(Place.BEST_METRIC)
+        known = [*of_tasks, *own]
         if name not in known or (colon and direction not in ("min", "max")):
             near = get_close_matches(f"val/{name.removeprefix('val/')}"[:80], known, 1)
             raise ValueError(

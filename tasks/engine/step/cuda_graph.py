@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tasks.engine.accounts.phases import REPLAY, Watched
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.import_paths import is_import_path
+from tasks.engine.base.names import REPLAY
 from tasks.engine.memory.out_of_memory import clear_frames
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step.optimizer_step import Step, StepOutcome, compute_total_norm

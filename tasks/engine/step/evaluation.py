@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tasks.engine.accounts.phases import Phases
 from tasks.engine.base import nested, scores
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.figures import ALIKE, TOP5, UNLOGGED
+from tasks.engine.base.names import ALIKE, TOP_OF, UNLOGGED
 from tasks.engine.base.nested import get_local_part, shard_like
 from tasks.engine.base.scores import ConfusionCells, KeptRows, shrink_classes
 from tasks.engine.batches.batches import Batches
@@ -175,7 +175,7 @@ EVAL_ROWS = 1024  # rows of one batch, where there is room: no gradients are kep
 # Batches summed up at a time: a small tensor kept of each lay between the freed large ones, so that
 # none of these was used again and the heap of a CPU grew by all rows.
 FOLDED = 8
-TOP, TOP_OF = 5, 10  # how often the class is among the first 5, of more than 10 classes
+TOP = 5  # how often the class is among the first of these, of more than TOP_OF classes
 EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
 
 
@@ -231,7 +231,7 @@ def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
 ) -> dict[str, float]:
     """Return val/loss over all rows, or over all that the loss counts, with the figures of the
-    task (see figures.TASK_FIGURES; of more than TOP_OF classes also the share of rows whose class
+    task (see names.METRICS; of more than TOP_OF classes also the share of rows whose class
     is among the first TOP). Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean
@@ -302,7 +302,7 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
         return {}
     found = {"accuracy": sums["hits"] / sums["answers"]}
     if "top5" in sums:
-        found[TOP5] = sums["top5"] / sums["answers"]
+        found["top5_accuracy"] = sums["top5"] / sums["answers"]
     if task == "multilabel":
         told = 2 * sums["both"] + sums["either"]
         found["f1"] = 2 * sums["both"] / told if told else 1.0

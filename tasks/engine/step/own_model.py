@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
+from tasks.engine.base.names import list_best_metrics
 from tasks.engine.base.python_state import keep_python_state
 from tasks.engine.batches.dataloaders import TargetConverter
 from tasks.engine.data.preparation import load_arrays
@@ -37,7 +38,7 @@ from tasks.engine.models.user_model import (
 )
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import TASK_METRICS, ModelConfig, TrainConfig
+from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step import averaging
 from tasks.engine.step.averaging import Averaging
 from tasks.engine.step.losses import check_loss, find_own_functions, find_own_loss, make_loss
@@ -469,7 +470,7 @@ def _find_figures(
             told = str(error)
     if (data.task != "own" or not is_import_path(train.loss)) and compute_loss() is None:
         raise ModelError(told)
-    if train.best.name in TASK_METRICS[data.task] and train.best.name != "val/loss":
+    if train.best.name in list_best_metrics(data.task) and train.best.name != "val/loss":
         raise ConfigError(
             f"train.best_metric: {train.best.name} needs outputs of the shape of the labels, and "
             f"{name} gives {tuple(outputs.shape)} for two rows; choose val/loss"

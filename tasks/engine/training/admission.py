@@ -258,11 +258,6 @@ def _describe_holders(found: tuple[Holder, ...]) -> str:
     return f"; held by {', '.join(told)}{more}"
 
 
-COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
-PEAKS = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")
-WANTED = (*COMPILING, *PEAKS, "memory/micro_batch")  # for decisions
-
-
 @dataclass(frozen=True)
 class PastRuns:
     """The newest values of comparable finished runs, under the names of the run record."""
@@ -271,9 +266,12 @@ class PastRuns:
 
     def find_compile_timings(self) -> EarlierTimings | None:
         """Return what compiling cost and gained; None where no run has tried."""
-        if not all(name in self.metrics for name in COMPILING):
+        plain_ms, compiled_ms, cost_s = (
+            self.metrics.get(f"time/{name}")
+            for name in ("plain_step_ms", "compiled_step_ms", "compile_s")
+        )
+        if plain_ms is None or compiled_ms is None or cost_s is None:
             return None
-        plain_ms, compiled_ms, cost_s = (self.metrics[name] for name in COMPILING)
         return EarlierTimings(plain_ms / 1000, compiled_ms / 1000, cost_s)
 
     def find_peak_bytes(self) -> float | None:

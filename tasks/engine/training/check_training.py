@@ -7,11 +7,10 @@ from __future__ import annotations
 import time
 
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.base.names import list_best_metrics
 from tasks.engine.distributed.sharding import recompute_activations
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import TASK_METRICS, TOP5
 from tasks.engine.step import optim, own_model
-from tasks.engine.step.evaluation import TOP_OF
 from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
@@ -67,8 +66,8 @@ def check_training(plan: Plan) -> ModelCheck:
 def _refuse_evaluations(plan: Plan) -> None:
     """Raises ConfigError where evaluations do not give what the settings ask of them."""
     t, o, task = plan.settings.train, plan.settings.optim, plan.data.task
-    top5 = [TOP5] * (task == "classification" and plan.data.outputs > TOP_OF)
-    known = [*TASK_METRICS[task], *top5, *(f"val/{name}" for name in t.metrics)]
+    measured = list_best_metrics(task, classes=plan.data.outputs)
+    known = [*measured, *(f"val/{name}" for name in t.metrics)]
     if t.best.name not in known:
         raise ConfigError(
             f"train.best_metric: {t.best.name} is not measured of this {task}; choose one of "

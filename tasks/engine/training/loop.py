@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
-from tasks.engine.base.figures import UNLOGGED
+from tasks.engine.base.names import UNLOGGED
 from tasks.engine.base.nested import count_rows
 from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.base.units import format_seconds

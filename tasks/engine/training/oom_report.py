@@ -18,6 +18,7 @@ from pathlib import Path
 from tasks.engine.accounts.own_loop import OwnLoop
 from tasks.engine.accounts.phases import Phases
 from tasks.engine.base.import_paths import get_error_message, is_import_path
+from tasks.engine.base.names import PHASES
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory.allocation_log import (
     ACTIVATIONS,
@@ -97,16 +98,6 @@ def _parse_size(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 SHOWN = 5  # of the largest holdings
-PHASES = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "optimizer": "optimizer step",
-    "eval": "evaluation",
-    "sending": "sending of a batch",
-    "data_wait": "wait for a batch",
-    "h2d": "copy of a batch to the device",
-    "other": "rest",
-}
 
 
 @dataclass(frozen=True)
@@ -163,7 +154,9 @@ class OomExplanation:
         shape = "x".join(str(size) for size in self.batch_shape)
         batch = f" (a batch of {shape})" if shape else ""
         step = f" of step {self.step}" if self.step else ""
-        return f"the {PHASES.get(self.phase, self.phase)}{step}{batch}"
+        known = {phase.name: phase.failed_in for phase in PHASES if phase.failed_in}
+        phase = {**known, "sending": "sending of a batch"}.get(self.phase, self.phase)
+        return f"the {phase}{step}{batch}"
 
     def _describe_tries(self) -> str:
         if not self.tried:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from tasks.engine.base.names import Place, list_shown
 from tasks.engine.base.python_state import keep_values
 from tasks.engine.distributed.ranks import Ranks, RestartableError
 from tasks.engine.distributed.sharding import (
@@ -117,16 +118,6 @@ class AgreedMicroBatches(FixedMicroBatches):
         self._is_agreed = True
 
 
-# Under their names in the run record; here after ranks/.
-RANK_FIGURES = (
-    "memory/run_peak_allocated_mib",
-    "memory/leaked_mib",
-    "memory/ooms_recovered",
-    "time/data_wait_ms",
-    "time/communication_ms",
-)
-
-
 @dataclass(frozen=True)
 class RankFacts:
     """Metrics and tags of the ranks, under the names of the run record."""
@@ -136,10 +127,11 @@ class RankFacts:
 
 
 def summarize_ranks(ranks: Ranks, device: str, measured: Mapping[str, float]) -> RankFacts:
-    """Summarize what all ranks measured of RANK_FIGURES. All must call it."""
+    """Summarize what all ranks measured of the metrics that are told of each. All must call it."""
     if ranks.is_alone:
         return RankFacts()
-    ours = {name: measured[name] for name in RANK_FIGURES if name in measured}
+    names = list_shown(Place.RANKS)
+    ours = {name: measured[name] for name in names if name in measured}
     found = ranks.all_gather((f"{platform.node()} {device}", ours))
     metrics: dict[str, float] = {}
     tags = {"ranks": str(ranks.size)}
@@ -147,7 +139,7 @@ def summarize_ranks(ranks: Ranks, device: str, measured: Mapping[str, float]) ->
         tags["ranks.devices"] = ", ".join(
             f"{rank}: {where}" for rank, (where, _) in enumerate(found)
         )
-    for name in RANK_FIGURES:
+    for name in names:
         told = name.partition("/")[2]
         values = [of[name] for _, of in found if name in of]
         if len(values) == ranks.size:

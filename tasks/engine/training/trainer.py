@@ -23,8 +23,8 @@ from tasks.engine.accounts.throughput import (
 )
 from tasks.engine.base import scores
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.base.figures import ALIKE, UNLOGGED
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.base.names import ALIKE, UNLOGGED
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints

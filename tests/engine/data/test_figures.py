@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from tasks.engine.base import figures, scores
+from tasks.engine.base import names, scores
 from tasks.engine.base.scores import ConfusionCells
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -49,10 +49,37 @@ def test_one_row_has_figures_and_rows_without_a_class_none() -> None:
         "mae": 1,
         "rmse": 1,
     }
+    assert scores.compute_regression_scores(np.ones((1, 1)), np.full((1, 1), 2.0)) == {
+        "mae": 1,
+        "rmse": 1,
+        "mape": 50,
+    }
     assert scores.compute_label_scores(np.ones((1, 1)), np.ones((1, 1), bool)) == {
         "macro_f1": 1,
         "average_precision": 1,
     }
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_the_percentage_error_is_scikit_learns_where_no_target_is_0(targets: int) -> None:
+    random = np.random.default_rng(5)
+    y, outputs = random.normal(5, 2, (80, targets)), random.normal(5, 2, (80, targets))
+    y[:3] *= -1
+    found = scores.compute_regression_scores(outputs, y)
+    expected = 100 * sk.mean_absolute_percentage_error(y, outputs)
+    assert found["mape"] == pytest.approx(expected, rel=1e-12)
+    outputs[4, 0] = np.nan
+    assert np.isnan(scores.compute_regression_scores(outputs, y)["mape"])
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0, 2e-7])  # the last: 0 that was scaled, and back
+def test_there_is_no_percentage_error_where_a_target_is_0(zero: float) -> None:
+    """One such row of a thousand would make it 1e15 per cent, and hide all others."""
+    y = np.linspace(1, 7, 1000)[:, None]
+    assert "mape" in scores.compute_regression_scores(y + 1, y)
+    y[17] = zero
+    assert {*scores.compute_regression_scores(y + 1, y)} == {"mae", "rmse", "r2"}
+    assert "mape" not in scores.compute_regression_scores(y * 0, y * 0)
 
 
 @pytest.mark.parametrize("labels", [1, 2, 5])
@@ -91,14 +118,14 @@ def test_an_error_that_is_not_below_a_guesss_beyond_chance_is_told_and_no_other(
         by_chance = scores.compute_constant_baseline(
             np.full((rows, 1), 1.0) + random.normal(size=y.shape) / 20, y, guess
         )
-        doubted += figures.MEAN in by_chance
+        doubted += names.MEAN in by_chance
         wronged += bool(
             scores.compute_constant_baseline(y + random.normal(size=y.shape) / 10, y, guess)
         )
     assert doubted >= 0.9 * 300 and wronged == 0
     told = scores.compute_constant_baseline(np.full((rows, 1), 1.0), y, guess)
-    assert told[figures.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
-    assert told[figures.MEDIAN] == pytest.approx(
+    assert told[names.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
+    assert told[names.MEDIAN] == pytest.approx(
         sk.mean_absolute_error(y, np.full_like(y, np.log(2)))
     )
 
@@ -140,7 +167,7 @@ def test_predictions_that_know_nothing_pass_for_knowing_in_one_case_of_twenty(
         far < 1.645
     )
     same = np.zeros(rows, dtype=np.int64)
-    assert scores.find_chance(ConfusionCells.of(same, y)) == {figures.BY_CHANCE: 1.0}
+    assert scores.find_chance(ConfusionCells.of(same, y)) == {names.BY_CHANCE: 1.0}
     assert scores.find_chance(ConfusionCells.of(y, y)) == {}
 
 
@@ -150,6 +177,6 @@ def test_the_error_of_r2_is_what_it_scatters_by() -> None:
         y = random.normal(size=(300, 1))
         outputs = y + random.normal(size=y.shape) / 2
         found.append(scores.compute_regression_scores(outputs, y)["r2"])
-        told.append(scores.compute_r2_error(outputs, y)[figures.R2_ERROR])
+        told.append(scores.compute_r2_error(outputs, y)[names.R2_ERROR])
     assert np.mean(told) == pytest.approx(np.std(found), rel=0.15)
     assert scores.compute_r2_error(y[:2], y[:2]) == scores.compute_r2_error(y, 0 * y) == {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.base import figures, scores
+from tasks.engine.base import names, scores
 from tasks.engine.base.facts import DataFacts, TrainFacts
-from tasks.engine.base.figures import ALIKE
+from tasks.engine.base.names import ALIKE
 from tasks.engine.data import run_warnings
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
@@ -244,7 +244,7 @@ def _tested(tmp_path: Path, val: dict[str, float], test: dict[str, float]) -> tu
 
 def test_a_test_score_far_below_the_validation_score_is_told(tmp_path: Path) -> None:
     """Story: val/r2 was 0.096 and test/r2 -2.98, without a word."""
-    error = {figures.R2_ERROR: 0.03}
+    error = {names.R2_ERROR: 0.03}
     (said,) = _tested(tmp_path, {"val/r2": 0.096} | error, {"test/r2": -2.98} | error)
     assert said.startswith("test/r2 is -2.98, below 0, where val/r2 is 0.096")
     (said,) = _tested(tmp_path, {"val/r2": 0.9} | error, {"test/r2": 0.6} | error)
@@ -278,7 +278,7 @@ def _judge_parts(val: dict[str, float], test: dict[str, float]) -> tuple[str, ..
         "", "csv", "regression", 1000, 400, (3,), 1, None, None, (0.0,), (1.0,), 0, "", False
     )
     named = [
-        {k if k in figures.UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
+        {k if k in names.UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
         for part, found in (("val", val), ("test", test))
     ]
     return run_warnings.warn_of_test(facts, *named)

@@ -23,7 +23,9 @@ from tasks.engine.training.loop import StopRequest
 def _trained(folder: Path, arrays: dict[str, np.ndarray], **sections: Any):
     np.savez(folder / "given.npz", **arrays)
     made = {"cache": str(folder / "data"), "path": str(folder / "given.npz")}
-    config = RunConfig.model_validate({"data": made, "train": {"epochs": 4}, **sections})
+    sections = {"train": {"epochs": 4}, **sections}
+    sections["data"] = {**made, **sections.get("data", {})}
+    config = RunConfig.model_validate(sections)
     data = prepare_dataset(config.data)
     facts = trainer.train(
         make_plan(config, detect_best_device("cpu"), data), folder=folder, log=lambda *_: None
@@ -99,9 +101,21 @@ def test_a_regression(tmp_path: Path, targets: int) -> None:
     expected = {
         "val/mae": sk.mean_absolute_error(so, outputs),
         "val/rmse": sk.root_mean_squared_error(so, outputs),
+        "val/mape": 100 * sk.mean_absolute_percentage_error(so, outputs),
         "val/r2": sk.r2_score(so, outputs, multioutput="variance_weighted"),
     }
     assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("scale_target", [True, False])
+def test_a_target_of_0_leaves_no_percentage_error_however_it_was_scaled(
+    tmp_path: Path, scale_target: bool
+) -> None:
+    """Scaled in single precision and back it is 1e-6, of which an error is a million times more."""
+    x, _ = _some(300, 3)
+    y = np.where(np.arange(300) % 10, 1000 + 50 * x[:, 0], 0.0)
+    facts, _ = _trained(tmp_path, {"x": x, "y": y}, data={"scale_target": scale_target})
+    assert "val/mae" in facts.metrics and "val/mape" not in facts.metrics
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -11,9 +11,9 @@ import torch
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import mean_absolute_error, r2_score
 
-from tasks.engine.accounts.phases import PHASES
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.facts import DataFacts, TrainFacts
+from tasks.engine.base.names import PHASES
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.device.detection import detect_best_device
