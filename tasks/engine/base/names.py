@@ -950,13 +950,6 @@ def is_taken(score: str) -> bool:
     return score in UNLOGGED or (not is_family(score) and f"val/{score}" in _BY_NAME)
 
 
-def find_task(metrics: Iterable[str]) -> str:
-    """Return the task that a run with these metrics was judged by; empty where that is not
-    known."""
-    scores = [name for name in list_shown(Place.GOAL) if len(_BY_NAME[name].tasks) < len(TASKS)]
-    return next((_BY_NAME[name].tasks[0] for name in scores if name in {*metrics}), "")
-
-
 def make_markdown_tables() -> dict[str, str]:
     """Return the rows as Markdown tables: metrics, phases, tags and params."""
     better = {None: "", True: "lower", False: "higher"}

@@ -105,19 +105,6 @@ def test_any_other_name_is_free_for_a_metric_of_ones_own(score: str) -> None:
     RunConfig.model_validate({"train": {"metrics": {score: "torch:abs"}}})
 
 
-@pytest.mark.parametrize(
-    ("metrics", "task"),
-    [
-        (("val/loss", "val/r2", "val/mae"), "regression"),
-        (("val/accuracy", "val/f1"), "classification"),
-        (("val/perplexity", "val/loss"), "tokens"),
-        (("val/loss",), ""),
-    ],
-)
-def test_the_task_of_a_run_is_told_by_its_scores(metrics: tuple[str, ...], task: str) -> None:
-    assert names.find_task(metrics) == task
-
-
 def test_the_gate_has_limits_for_what_the_list_shows_there() -> None:
     assert [*LIMITS] == [figure.metric for figure in FIGURES] == [*names.list_shown(Place.GATE)]
     assert {*LIMITS} == {*names.list_shown(Place.TREND_PLOT)}
