@@ -276,12 +276,13 @@ def read_table(data: DataConfig) -> RawData:
         ColumnSummary(chosen.names[i], origin, first.types[i], ways=ways) for i in chosen.places
     ]
     cells = sum(part.count_most_cells(len(chosen.features)) for part in table.parts)
-    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * cells)
+    block_rows = min(BLOCK_BYTES, allowed // 128) // (VALUE_BYTES * len(chosen.features))
+    least = 1 if first.is_written else 1024  # a line of many cells is long
+    builder = TableBuilder(
+        chosen, columns, data, VALUE_BYTES * cells, block_rows=max(least, block_rows)
+    )
     if table.rows is not None:
-        row_bytes = VALUE_BYTES * len(chosen.features)
-        builder.expect(
-            table.rows, block_rows=max(1024, min(BLOCK_BYTES, allowed // 128) // row_bytes)
-        )
+        builder.expect(table.rows)
     together = max(1, allowed // 4 // first.column_bytes) if first.column_bytes else 1 << 30
     return builder.read(table.read, together=together)
 
@@ -291,23 +292,29 @@ class TableBuilder:
     summary of each column, of which the target's is the last."""
 
     def __init__(
-        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig, most_bytes: int
+        self,
+        chosen: ChosenColumns,
+        columns: list[ColumnSummary],
+        data: DataConfig,
+        most_bytes: int,
+        *,
+        block_rows: int,
     ) -> None:
-        """most_bytes: of the features, at most."""
+        """most_bytes: of the features, at most. block_rows: that are kept together."""
         self._chosen, self._columns, self._data = chosen, columns, data
         self._origin = columns[-1].origin
         is_small = most_bytes <= compute_allowed_bytes(data) // KEPT
         folder = resolve_cache_folder(data)
-        self._store = RowStore(len(columns) - 1, folder, is_small=is_small)
+        self._store = RowStore(len(columns) - 1, folder, block_rows=block_rows, is_small=is_small)
         self._targets: list[np.ndarray] = []
         columns[-1].most = None
 
-    def expect(self, rows: int, *, block_rows: int) -> None:
+    def expect(self, rows: int) -> None:
         """Make room for so many rows more. Raises DataError where there is none."""
         rows_then = self._store.rows + rows
         _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
         check_disk_room(resolve_cache_folder(self._data), VALUE_BYTES * rows * self._store.columns)
-        self._store.reserve(rows, block_rows=block_rows)
+        self._store.reserve(rows)
 
     def read(
         self,
@@ -338,7 +345,7 @@ class TableBuilder:
         """Add rows of some columns; start: the first of them."""
         end = start + len(given[0])
         if end > self._store.rows:
-            self.expect(end - self._store.rows, block_rows=len(given[0]))
+            self.expect(end - self._store.rows)
         if self._store.columns in places and not start:
             self._targets = []
 

@@ -368,7 +368,11 @@ def test_a_line_that_is_no_text_is_told(tmp_path: Path, text: bytes, said: str) 
     ("name", "needs", "said"),
     [
         ("rows.txt", AB, "the model takes the columns 'a', 'b', not a text a line (got txt)"),
-        ("rows.csv", TOKENS, "the model takes tokens, whole numbers in an npy or npz file"),
+        (
+            "rows.csv",
+            TOKENS,
+            "the model takes tokens, whole numbers in an npz, npy or safetensors file",
+        ),
         ("rows.csv", TEXT, "rows.csv has no column 'text'; it has 'x'"),
     ],
 )
