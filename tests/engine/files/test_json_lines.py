@@ -3,6 +3,7 @@ and key."""
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.data.preparation import check_data, prepare_dataset
 from tasks.engine.files import json_lines
+from tasks.engine.files.readers import open_table
 from tasks.engine.files.source_data import DataError
 from tasks.engine.predict.input_batches import Batch, Needs, measure_amount, read_batches
 from tasks.engine.predict.request import make_order
@@ -179,6 +181,63 @@ def test_keys_that_are_values_do_not_become_a_million_columns(tmp_path: Path) ->
     path = _write(tmp_path, json.dumps({n: 1 for n in names}), *["{}"] * 200_000)
     with pytest.raises(DataError, match="values, of 5,000 different keys, each of which is a colu"):
         _prepare(path, target="c1", missing="mean")
+
+
+TOKENS = (
+    *("0", "-0", "12", "-3.50", "1e5", "2E-3", "7.0", "NaN", "Infinity", "-Infinity", "true"),
+    *("false", "null", '""', '"null"', '"true"', '" a b "', '"gr\u00fcn"', '"1,5"', '"{}"', '"}"'),
+    *('"a\\"b"', '"\\u00fc"', '"\u2028"', '"\x7f"'),
+)
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_lines_that_are_alike_are_read_as_each_line_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, escaped: bool
+) -> None:
+    """The one is a pattern for all lines of a block, the other the decoder of Python."""
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 300)
+    taken = TOKENS if escaped else TOKENS[:-4]
+    chance = random.Random(5)
+    lines = [
+        f'{{"a": {chance.choice(taken)},"b" :{chance.choice(taken)}, "\u00fc": 1}}' + "\r" * (i % 2)
+        for i in range(400)
+    ]
+    path = _write(tmp_path, *lines, "")
+    found = [list(open_table(path, "jsonl").read([1, 0]))]
+    monkeypatch.setattr(json_lines, "MOST_GROUPS", 0)
+    found.append(list(open_table(path, "jsonl").read([1, 0])))
+    assert found[0] == found[1] and len(found[0]) > 20
+    written = [cell for rows, _ in found[0] for cell in rows.column(1).to_pylist()]
+    decoded = [
+        dict(json.loads(line, parse_int=str, parse_float=str, parse_constant=str)) for line in lines
+    ]
+    assert written == [{True: "true", False: "false"}.get(row["a"], row["a"]) for row in decoded]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"a":01,"b":1}', '{"a":1.,"b":1}', '{"a":.5,"b":1}', '{"a":+1,"b":1}', '{"a":1e,"b":1}'),
+        *(
+            '{"a":-,"b":1}',
+            '{"a":nan,"b":1}',
+            '{"a":True,"b":1}',
+            '{"a":"x,"b":1}',
+            '{"a":1 "b":1}',
+        ),
+        *('{"a":1,"b":1}x', 'x{"a":1,"b":1}', '{"a":1,"b":1},', '{"a":1,"b":1,}', '{"a":1,"b":1'),
+        *('{"a":1,"b":1}{"a":1,"b":1}', '{"a":0x1,"b":1}', '{"a":1_0,"b":1}', '{"a":"\t","b":1}'),
+    ],
+)
+def test_what_is_no_json_is_refused_among_lines_that_are_alike(tmp_path: Path, line: str) -> None:
+    path = _write(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
+    with pytest.raises(DataError, match="rows.jsonl line 2 (is no JSON|holds more than an object)"):
+        open_table(path, "jsonl")
+    path = _write(tmp_path, '{"a":1,"b":1}', '{"a":1,"b":1}', '{"a":1,"b":1}')
+    table = open_table(path, "jsonl")
+    _write(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
+    with pytest.raises(DataError, match="rows.jsonl line 2 (is no JSON|holds more than an object)"):
+        list(table.read([0]))
 
 
 # Rows to predict
