@@ -172,7 +172,7 @@ MIB = 1024**2
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
 KEPT = 4  # a fourth of the memory may hold the features; else they lie in a file
 WORK_BYTES = 24 * MIB  # blocks under way
-BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
+BLOCK_BYTES = MIB  # of numbers that are kept together: more leave the cache of the processor
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from tasks.engine.base.facts import Column
 from tasks.engine.base.raw_inputs import make_inputs, restore_raw_values
 from tasks.engine.data import preparation
-from tasks.engine.files import delimited_text, tables
+from tasks.engine.files import delimited_text, parquet_files, tables
 from tasks.engine.files.parquet_files import ParquetFile
 from tasks.engine.files.readers import open_table
 from tasks.engine.files.source_data import DataError
@@ -503,6 +503,7 @@ def test_columns_of_parquet_that_are_read_in_turns_are_those_of_a_csv(tmp_path, 
     monkeypatch.setattr(tables, "KEPT", 1 << 60)
     monkeypatch.setattr(ParquetFile, "column_bytes", 1 << 60)  # one column at a time
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(parquet_files, "BLOCK_BYTES", 1)
     stored = preparation.prepare_dataset(
         DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path / "cache"))
     )
