@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.files import arrays, tokens
+from tasks.engine.files import array_sources, tokens
 from tasks.engine.files.image_folders import scan_image_folder
 from tasks.engine.files.source_data import (
     DataError,
@@ -166,8 +166,8 @@ def _read_images(data: DataConfig) -> RawData:
 
 BY_CONTENT = {
     TABLE: Source(_check_table, _read_table),
-    ARRAYS: Source(arrays.check_arrays, arrays.read_arrays),
-    MATRIX: Source(arrays.check_matrix, arrays.read_matrix),
+    ARRAYS: Source(array_sources.check_arrays, array_sources.read_arrays),
+    MATRIX: Source(array_sources.check_matrix, array_sources.read_matrix),
     IMAGES: Source(_check_images, _read_images),
     TEXT: Source(tokens.check_text_file, tokens.read_text_file),
     TOKENS: Source(tokens.check_token_file, tokens.read_token_file),

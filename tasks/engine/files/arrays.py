@@ -24,18 +24,14 @@ import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 from safetensors import SafetensorError, safe_open
 
-from tasks.engine.files.readers import ArrayFile, open_arrays
 from tasks.engine.files.source_data import (
     DataError,
-    RawData,
     check_memory,
-    find_source_file,
     format_list,
     format_size,
     pick_target,
     shorten,
 )
-from tasks.engine.settings.run_config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -315,7 +311,8 @@ def move_channels_first(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _convert_text(target: np.ndarray, what: str) -> np.ndarray:
+def convert_text(target: np.ndarray, what: str) -> np.ndarray:
+    """Return labels of text, (n,) or (n, 1), as `str` in an object array. Errors: DataError."""
     flat = np.ascontiguousarray(target.reshape(-1))
     codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
     if (codes > LAST_CHARACTER).any():  # numpy would raise a SystemError for it
@@ -504,66 +501,3 @@ def _copy_blocks(
     for first in range(0, max(1, total), step):
         part = slice(first, first + step)
         yield {name: np.array(array[part], order="C") for name, array in arrays.items()}
-
-
-def check_matrix(data: DataConfig) -> None:
-    """Raises DataError for a file that is not a whole matrix of numbers."""
-    _open_matrix(data)
-
-
-def read_matrix(data: DataConfig) -> RawData:
-    """Map the matrix (n, columns + 1) of the file; its last column is the target."""
-    file, label = _open_matrix(data)
-    (matrix,) = file.load([""], data.memory_mib)
-    return RawData(
-        features=matrix[:, :-1],
-        target=normalize_booleans(np.array(matrix[:, -1])),
-        feature_names=None,
-        target_name="the last column",
-        label=label,
-    )
-
-
-def _open_matrix(data: DataConfig) -> tuple[ArrayFile, str]:
-    path = find_source_file(data)
-    if data.target is not None:
-        raise DataError(
-            f"data.target: has no meaning for source {data.source} (got {shorten(data.target)}), "
-            "whose last column is the target; drop it, or use an npz file"
-        )
-    file = open_arrays(path, data.source)
-    header = file.headers[""]
-    check_numeric_type(header, path.name)
-    if len(header.shape) != 2 or header.shape[1] < 2 or header.shape[0] < 1:
-        raise DataError(
-            f"data.path: {path.name} must hold rows of features with the target as last column, "
-            f"shape (rows, features + 1) (got {header.shape}); save it so, or use an npz file"
-        )
-    return file, path.name
-
-
-def check_arrays(data: DataConfig) -> None:
-    """Raises DataError for a file without one array of features and one of labels."""
-    path = find_source_file(data)
-    choose_arrays(open_arrays(path, data.source).headers, data.target, path.name)
-
-
-def read_arrays(data: DataConfig) -> RawData:
-    """Read features and target of a file; images (n, h, w) and (n, h, w, c) become (n, c, h, w).
-
-    A four-dimensional array is taken as channels first, unless only its last axis is 1, 3 or
-    4.
-    """
-    path = find_source_file(data)
-    file = open_arrays(path, data.source)
-    x_name, y_name = choose_arrays(file.headers, data.target, path.name)
-    features, target = file.load([x_name, y_name], data.memory_mib)
-    if target.dtype.kind == "U":
-        target = _convert_text(target, f"data.target: {path.name} array {y_name!r}")
-    return RawData(
-        features=move_channels_first(features),
-        target=normalize_booleans(np.array(target[:, 0] if target.shape[1:] == (1,) else target)),
-        feature_names=None,
-        target_name=y_name,
-        label=path.name,
-    )
