@@ -49,7 +49,7 @@ def predict(
     """Predict every row of a file with a model that was trained here, into another file.
 
     Args:
-        input: The rows: csv, tsv, parquet (also a folder of parts), npy, npz; txt: a text a line.
+        input: The rows, of what the ending tells: a table, arrays, or in txt a text a line.
         output: The predictions, a row each, in order: csv, tsv, parquet, npy or jsonl.
         run: latest, a run's id, models:/NAME@ALIAS, models:/NAME/VERSION or models:/MODEL_ID.
         keep: Columns of the input that go to the output too.

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from flows.cli.train_command import run_with_server
-from tasks.engine.predict.request import make_order
+from tasks.engine.predict.request import ARRAY_FILES, make_order
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TABLE_FILES
 from tasks.process import signals
 from tasks.process.redaction import redact_output
 from tasks.tracking import ask_mlflow
@@ -37,7 +38,7 @@ _VALUES = {
     "--run": ("RUN", "latest, a run's id, models:/NAME@ALIAS or models:/NAME/3. Default: latest."),
     "--input": (
         "FILE",
-        "csv, tsv, parquet (also a folder of parts), npy, npz; txt: a text a line.",
+        f"{', '.join((*TABLE_FILES, *ARRAY_FILES))}, a folder of parquet; txt: a text a line.",
     ),
     "--output": ("FILE", "csv, tsv, parquet, npy or jsonl, by its ending."),
     "--keep": ("NAMES", "Columns of the input that go to the output too: id,name."),

@@ -1,5 +1,6 @@
 """A team's files, from the file to a logged model that predicts on the rows of the file."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 from mlflow import MlflowClient
 from PIL import Image
 from pyarrow import parquet
 from sklearn.datasets import load_iris
 
+from flows.predict import predict
 from flows.train import train
 from tasks.engine.settings.run_config import RunConfig
 from tasks.tracking.tracking_settings import read_tracking_settings
@@ -48,6 +51,41 @@ def test_a_csv_of_sklearn_with_strings_and_holes(place: Path) -> None:
     told = model.predict(pd.read_csv(place / "iris.csv").drop(columns="target"))
     right = (told["prediction"].to_numpy() == frame["target"].to_numpy()).mean()
     assert len(told) == 150 and right > 0.85
+
+
+def test_json_lines_train_and_predict_as_a_csv_of_the_same_rows(place: Path) -> None:
+    """To the bit; the keys come in another order in half of the lines."""
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            "a": round(float(x), 3),
+            "n": int(10 * y),
+            "colour": ("red", "gr\u00fcn", None)[i % 3],
+            "day": f"2026-11-{i % 28 + 1:02}",
+            "flag": bool(x > 0),
+            "label": "high" if x + y > 0 else "low",
+        }
+        for i, (x, y) in enumerate(random.normal(size=(300, 2)))
+    ]
+    lines = [
+        json.dumps(row if i % 2 == 0 else dict(reversed(row.items()))) for i, row in enumerate(rows)
+    ]
+    (place / "rows.jsonl").write_text("\n".join(lines))
+    pd.DataFrame(rows).to_csv(place / "rows.csv", index=False)
+    weights, scores = [], []
+    for name in ("rows.csv", "rows.jsonl"):
+        run, model = _train(data={"path": name, "missing": "mean"}, train={"epochs": 2})
+        predict(name, f"{name}.predicted.jsonl", run=run["run_id"], keep=["colour"])
+        weights.append(model._model_impl.model.state_dict())
+        scores.append({k: v for k, v in run["metrics"].items() if k.startswith("val/")})
+    assert scores[0] == scores[1] and len(scores[0]) > 3
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    found = [
+        pd.read_json(f"{name}.predicted.jsonl", lines=True) for name in ("rows.csv", "rows.jsonl")
+    ]
+    pd.testing.assert_frame_equal(found[0].drop(columns="colour"), found[1].drop(columns="colour"))
+    assert found[1]["colour"].iloc[:2].tolist() == ["red", "gr\u00fcn"]
+    assert found[1]["colour"].isna().iloc[2]  # null stays null, where a CSV has an empty cell
 
 
 def test_a_folder_of_parquet(place: Path) -> None:

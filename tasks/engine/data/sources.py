@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.files import arrays, tokens
+from tasks.engine.files import array_sources, tokens
 from tasks.engine.files.image_folders import scan_image_folder
 from tasks.engine.files.source_data import (
     DataError,
@@ -23,6 +23,7 @@ from tasks.engine.files.source_data import (
     refuse_target,
     resolve_source_path,
 )
+from tasks.engine.settings.file_formats import ARRAYS, FORMATS, IMAGES, MATRIX, TABLE, TEXT, TOKENS
 from tasks.engine.settings.run_config import DataConfig
 
 DIGITS_VALUES = 1797 * 65
@@ -141,40 +142,16 @@ def _read_synthetic(data: DataConfig) -> RawData:
     )
 
 
-def _check_text_table(data: DataConfig) -> None:
+def _check_table(data: DataConfig) -> None:
     from tasks.engine.files import tables  # 0.1 s for pyarrow, and most runs read no table
 
-    tables.check_text_table(data)
+    tables.check_table(data)
 
 
-def _read_text_table(data: DataConfig) -> RawData:
+def _read_table(data: DataConfig) -> RawData:
     from tasks.engine.files import tables
 
-    return tables.read_text_table(data)
-
-
-def _check_parquet(data: DataConfig) -> None:
-    from tasks.engine.files import tables
-
-    tables.check_parquet(data)
-
-
-def _read_parquet(data: DataConfig) -> RawData:
-    from tasks.engine.files import tables
-
-    return tables.read_parquet(data)
-
-
-def _check_safetensors(data: DataConfig) -> None:
-    from tasks.engine.files import arrays
-
-    arrays.check_safetensors(data)
-
-
-def _read_safetensors(data: DataConfig) -> RawData:
-    from tasks.engine.files import arrays
-
-    return arrays.read_safetensors(data)
+    return tables.read_table(data)
 
 
 def _check_images(data: DataConfig) -> None:
@@ -187,16 +164,16 @@ def _read_images(data: DataConfig) -> RawData:
     return images.read_images(data)
 
 
+BY_CONTENT = {
+    TABLE: Source(_check_table, _read_table),
+    ARRAYS: Source(array_sources.check_arrays, array_sources.read_arrays),
+    MATRIX: Source(array_sources.check_matrix, array_sources.read_matrix),
+    IMAGES: Source(_check_images, _read_images),
+    TEXT: Source(tokens.check_text_file, tokens.read_text_file),
+    TOKENS: Source(tokens.check_token_file, tokens.read_token_file),
+}
 SOURCES = {
     "digits": Source(_check_digits, _read_digits),
-    "csv": Source(_check_text_table, _read_text_table),
-    "tsv": Source(_check_text_table, _read_text_table),
-    "parquet": Source(_check_parquet, _read_parquet),
-    "npz": Source(arrays.check_npz, arrays.read_npz),
-    "npy": Source(arrays.check_npy, arrays.read_npy),
-    "safetensors": Source(_check_safetensors, _read_safetensors),
-    "images": Source(_check_images, _read_images),
+    **{name: BY_CONTENT[found.holds] for name, found in FORMATS.items()},
     "synthetic": Source(_check_synthetic, _read_synthetic),
-    "text": Source(tokens.check_text_file, tokens.read_text_file),
-    "tokens": Source(tokens.check_token_file, tokens.read_token_file),
 }

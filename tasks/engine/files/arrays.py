@@ -13,7 +13,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +26,12 @@ from safetensors import SafetensorError, safe_open
 
 from tasks.engine.files.source_data import (
     DataError,
-    RawData,
     check_memory,
-    find_source_file,
     format_list,
     format_size,
     pick_target,
     shorten,
 )
-from tasks.engine.settings.run_config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -111,24 +108,6 @@ def check_array_size(header: ArrayHeader, there_bytes: int, what: str) -> None:
     )
 
 
-def check_npy(data: DataConfig) -> None:
-    """Raises DataError for an NPY file that is not a whole matrix of numbers."""
-    _read_matrix_header(find_source_file(data), data.target)
-
-
-def read_npy(data: DataConfig) -> RawData:
-    """Map the matrix (n, columns + 1) of the file; its last column is the target."""
-    path = find_source_file(data)
-    matrix = map_array(path, _read_matrix_header(path, data.target))
-    return RawData(
-        features=matrix[:, :-1],
-        target=normalize_booleans(np.array(matrix[:, -1])),
-        feature_names=None,
-        target_name="the last column",
-        label=path.name,
-    )
-
-
 def map_array(path: Path, header: ArrayHeader) -> np.ndarray:
     """Map the array of a file into memory. Errors: DataError."""
     if not header.value_bytes:
@@ -154,22 +133,6 @@ def read_header(path: Path) -> ArrayHeader:
     with open(path, "rb") as file:
         header = parse_header(file, path.name)
     check_array_size(header, path.stat().st_size - header.start, path.name)
-    return header
-
-
-def _read_matrix_header(path: Path, target: str | None) -> ArrayHeader:
-    if target is not None:
-        raise DataError(
-            f"data.target: has no meaning for source npy (got {shorten(target)}), whose last "
-            "column is the target; drop it, or use an npz file"
-        )
-    header = read_header(path)
-    check_numeric_type(header, path.name)
-    if len(header.shape) != 2 or header.shape[1] < 2 or header.shape[0] < 1:
-        raise DataError(
-            f"data.path: {path.name} must hold rows of features with the target as last column, "
-            f"shape (rows, features + 1) (got {header.shape}); save it so, or use an npz file"
-        )
     return header
 
 
@@ -207,39 +170,6 @@ BROKEN = (
     NotImplementedError,
     RuntimeError,  # an encrypted member
 )
-
-
-def check_npz(data: DataConfig) -> None:
-    """Raises DataError for an archive without one array of features and one of labels."""
-    path = find_source_file(data)
-    choose_arrays(read_headers(path), data.target, path.name)
-
-
-def read_npz(data: DataConfig) -> RawData:
-    """Read features and target of an archive; images (n, h, w) and (n, h, w, c) become (n, c,
-    h, w).
-
-    A four-dimensional array is taken as channels first, unless only its last axis is 1, 3 or
-    4.
-    """
-    path = find_source_file(data)
-    headers = read_headers(path)
-    x_name, y_name = choose_arrays(headers, data.target, path.name)
-    both = {name: headers[name] for name in (x_name, y_name)}
-    needed = sum(header.value_bytes for header in both.values())
-    what, remedy = f"data.path: {path.name}", "write it as npy, which is mapped"
-    check_memory(2 * needed, what, remedy, data=data)
-    (arrays,) = read_blocks(path, both, rows=both[x_name].shape[0])
-    features, target = arrays[x_name], arrays[y_name]
-    if target.dtype.kind == "U":
-        target = _convert_text(target, f"data.target: {path.name} array {y_name!r}")
-    return RawData(
-        features=move_channels_first(features),
-        target=normalize_booleans(target[:, 0] if target.shape[1:] == (1,) else target),
-        feature_names=None,
-        target_name=y_name,
-        label=path.name,
-    )
 
 
 def read_headers(
@@ -368,7 +298,8 @@ def move_channels_first(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _convert_text(target: np.ndarray, what: str) -> np.ndarray:
+def convert_text(target: np.ndarray, what: str) -> np.ndarray:
+    """Return labels of text, (n,) or (n, 1), as `str` in an object array. Errors: DataError."""
     flat = np.ascontiguousarray(target.reshape(-1))
     codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
     if (codes > LAST_CHARACTER).any():  # numpy would raise a SystemError for it
@@ -404,34 +335,6 @@ class StoredTensor:
     header: ArrayHeader
 
 
-def check_safetensors(data: DataConfig) -> None:
-    """Raises DataError for a file without one array of features and one of labels."""
-    path = find_source_file(data)
-    choose_arrays(_collect_headers(_read_tensors(path)), data.target, path.name)
-
-
-def read_safetensors(data: DataConfig) -> RawData:
-    """Read features, mapped, and target; images (n, h, w) and (n, h, w, c) become (n, c, h, w).
-
-    Of the type BF16 the features are read as float32, which takes twice the file's size.
-    """
-    path = find_source_file(data)
-    tensors = _read_tensors(path)
-    x_name, y_name = choose_arrays(_collect_headers(tensors), data.target, path.name)
-    features, target = (_load_values(path, tensors[name]) for name in (x_name, y_name))
-    return RawData(
-        features=move_channels_first(features),
-        target=normalize_booleans(np.array(target[:, 0] if target.shape[1:] == (1,) else target)),
-        feature_names=None,
-        target_name=y_name,
-        label=path.name,
-    )
-
-
-def _collect_headers(tensors: Mapping[str, StoredTensor]) -> dict[str, ArrayHeader]:
-    return {name: tensor.header for name, tensor in tensors.items()}
-
-
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return all arrays of the file. The library refuses a header whose arrays overlap, leave a
     byte between them or do not end where the file ends, so the sizes tell where each begins."""
@@ -460,15 +363,127 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _load_values(path: Path, tensor: StoredTensor) -> np.ndarray:
-    header = tensor.header
-    flat = map_array(path, header)
-    if tensor.kind != "BF16":
-        return flat
-    check_memory(2 * header.value_bytes, f"data.path: {path.name}", "save it as F32")
-    wide = np.empty(flat.shape, dtype=np.float32)
-    bits, flat = wide.view(np.uint32).reshape(-1), flat.reshape(-1)
-    for at in range(0, len(flat), BLOCK_VALUES):
-        part = slice(at, at + BLOCK_VALUES)
-        bits[part] = np.left_shift(flat[part], 16, dtype=np.uint32)
-    return wide
+@dataclass(frozen=True)
+class NpyFile:
+    """A file of one array, which has no name."""
+
+    path: Path
+    header: ArrayHeader
+
+    @property
+    def headers(self) -> dict[str, ArrayHeader]:
+        return {"": self.header}
+
+    def load(self, names: Sequence[str], memory_mib: float | None) -> list[np.ndarray]:
+        """Map the array. Errors: DataError."""
+        return [map_array(self.path, self.header) for _ in names]
+
+    def read(self, names: Sequence[str], block_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yield blocks of rows, copied, so that the file stays as it is. Errors: DataError."""
+        return _copy_blocks({"": map_array(self.path, self.header)}, block_bytes)
+
+
+def open_npy(path: Path, pick: Callable[[list[str]], Collection[str]]) -> NpyFile:
+    """Open a file that holds an array with all its values. Errors: DataError."""
+    return NpyFile(path, read_header(path))
+
+
+@dataclass(frozen=True)
+class NpzFile:
+    """An archive of arrays."""
+
+    path: Path
+    headers: dict[str, ArrayHeader]
+
+    def load(self, names: Sequence[str], memory_mib: float | None) -> list[np.ndarray]:
+        """Read whole arrays of one length, which cannot be mapped. Errors: DataError."""
+        both = {name: self.headers[name] for name in names}
+        needed = sum(header.value_bytes for header in both.values())
+        what, remedy = f"data.path: {self.path.name}", "write it as npy, which is mapped"
+        check_memory(2 * needed, what, remedy, memory_mib=memory_mib)
+        (arrays,) = read_blocks(self.path, both, rows=both[names[0]].shape[0])
+        return [arrays[name] for name in names]
+
+    def read(self, names: Sequence[str], block_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yield blocks of rows. Errors: DataError."""
+        headers = {name: self.headers[name] for name in names}
+        step = _count_block_rows(headers, block_bytes)
+        if any(header.fortran and len(header.shape) > 1 for header in headers.values()):
+            needed = sum(header.value_bytes for header in headers.values())
+            check_memory(2 * needed, f"data.path: {self.path.name}", "save it in C order")
+            # Its rows lie apart: all of it at once.
+            step = max(1, next(iter(headers.values())).shape[0])
+        return read_blocks(self.path, headers, rows=step)
+
+
+def open_npz(path: Path, pick: Callable[[list[str]], Collection[str]]) -> NpzFile:
+    """Open an archive. Errors: DataError."""
+    return NpzFile(path, read_headers(path, pick))
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file of arrays whose values lie one behind the other."""
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def headers(self) -> dict[str, ArrayHeader]:
+        return {name: tensor.header for name, tensor in self.tensors.items()}
+
+    def load(self, names: Sequence[str], memory_mib: float | None) -> list[np.ndarray]:
+        """Map arrays; BF16 is read as float32, which takes twice the file's size. Errors:
+        DataError."""
+        return [self._load_values(self.tensors[name]) for name in names]
+
+    def _load_values(self, tensor: StoredTensor) -> np.ndarray:
+        flat = map_array(self.path, tensor.header)
+        if tensor.kind != "BF16":
+            return flat
+        needed = 2 * tensor.header.value_bytes
+        check_memory(needed, f"data.path: {self.path.name}", "save it as F32")
+        wide = np.empty(flat.shape, dtype=np.float32)
+        values, flat = wide.reshape(-1), flat.reshape(-1)
+        for at in range(0, len(flat), BLOCK_VALUES):
+            part = slice(at, at + BLOCK_VALUES)
+            values[part] = widen_bf16(flat[part])
+        return wide
+
+    def read(self, names: Sequence[str], block_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yield blocks of rows, copied. Errors: DataError."""
+        there = {name: map_array(self.path, self.tensors[name].header) for name in names}
+        for block in _copy_blocks(there, block_bytes):
+            yield {
+                name: widen_bf16(values) if self.tensors[name].kind == "BF16" else values
+                for name, values in block.items()
+            }
+
+
+def open_safetensors(path: Path, pick: Callable[[list[str]], Collection[str]]) -> SafetensorsFile:
+    """Open a file whose header the library has found to be sound. Errors: DataError."""
+    tensors = _read_tensors(path)
+    picked = pick(list(tensors))
+    return SafetensorsFile(path, {name: tensors[name] for name in tensors if name in picked})
+
+
+def widen_bf16(bits: np.ndarray) -> np.ndarray:
+    """Return float32 of the upper halves of such numbers."""
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+
+
+def _count_block_rows(headers: Mapping[str, ArrayHeader], block_bytes: int) -> int:
+    total = max(1, next(iter(headers.values())).shape[0])
+    row_bytes = max(header.value_bytes for header in headers.values()) // total
+    return max(1, block_bytes // max(1, row_bytes))
+
+
+def _copy_blocks(
+    arrays: Mapping[str, np.ndarray], block_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    total = len(next(iter(arrays.values())))
+    row_bytes = max(array.nbytes for array in arrays.values()) // max(1, total)
+    step = max(1, block_bytes // max(1, row_bytes))
+    for first in range(0, max(1, total), step):
+        part = slice(first, first + step)
+        yield {name: np.array(array[part], order="C") for name, array in arrays.items()}

@@ -203,6 +203,7 @@ class ColumnSource:
     missing: str  # data.missing
     spelling: Spelling
     written: Callable[[str, int], str] | None  # what a file of text holds in a column and row
+    decimal: str | None  # data.decimal; None where it has no meaning
 
 
 @dataclass
@@ -359,8 +360,7 @@ class ColumnSummary:
                 f"{shorten(word)}, and {besides}; write all alike, or {LEAVE_OUT}"
             )
         if form == WRITTEN:
-            decimal = self.origin.spelling.decimal if self.origin.written else None
-            return f"{told}; {describe_remedy(word, decimal)}, or {LEAVE_OUT}"
+            return f"{told}; {describe_remedy(word, self.origin.decimal)}, or {LEAVE_OUT}"
         if form == TEXT_TYPE:
             numerals = f"{texts - self.forms[TEXT_TYPE]:,} of its {texts:,} cells"
             return f"{told}, as {numerals} are; mend such cells, or {LEAVE_OUT}"

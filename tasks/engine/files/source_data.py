@@ -19,15 +19,11 @@ import numpy as np
 
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory import host_memory
+from tasks.engine.settings.file_formats import FORMATS, TEXT
 from tasks.engine.settings.run_config import TOKEN_SOURCES, DataConfig
 
 TARGET_NAMES = ("target", "label", "class", "y")
-MAGIC = {
-    b"PAR1": "parquet",
-    b"\x93NUMPY": "npy",
-    b"PK\x03\x04": "npz",  # any ZIP; an Excel sheet is one too
-    b"PK\x05\x06": "npz",
-}
+MAGIC = {magic: name for name, found in FORMATS.items() for magic in found.magic}
 FOREIGN = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first",
     b"\xfd7zXZ": "is compressed with xz; unpack it first",
@@ -128,22 +124,33 @@ def find_source_file(data: DataConfig) -> Path:
 
 
 def find_source_files(data: DataConfig) -> tuple[Path, ...]:
-    """Return the file at data.path, or all *.parquet in the folder there, by name; each is
-    checked as by find_source_file."""
+    """Return the file at data.path, or the parts in the folder there; each is checked as by
+    find_source_file."""
     path = resolve_source_path(data)
-    if data.source != "parquet" or not os.path.isdir(path):  # unlike pathlib's, False for any error
+    # Unlike pathlib's, False for any error.
+    if not FORMATS[data.source].may_be_folder or not os.path.isdir(path):
         return (find_source_file(data),)
     shown = shorten(str(path), 300)
     try:
-        names = sorted(name for name in os.listdir(path) if name.endswith(".parquet"))
+        parts = list_parts(path, data.source)
     except OSError as error:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another "
             "folder"
         ) from None
-    if not names:
-        raise DataError(f"data.path: the folder {shown} holds no *.parquet file; name another")
-    return tuple(check_regular_file(path / name, data.source) for name in names)
+    if not parts:
+        raise DataError(
+            f"data.path: the folder {shown} holds no *.{data.source} file; name another"
+        )
+    return tuple(check_regular_file(part, data.source) for part in parts)
+
+
+def list_parts(path: Path, source: str) -> list[Path]:
+    """Return the files of a format in a folder, hidden ones left out, in the order of their names.
+    Errors: OSError."""
+    ending = FORMATS[source].endings[0]
+    names = sorted(name for name in os.listdir(path) if name.endswith(ending))
+    return [path / name for name in names if not name.startswith((".", "_"))]
 
 
 def resolve_source_path(data: DataConfig) -> Path:
@@ -196,22 +203,22 @@ def make_missing_error(path: Path, what: str) -> DataError:
 
 
 def detect_file_kind(head: bytes, shown: str) -> str:
-    """Detect the kind of a file by its first bytes; csv stands for any text. Raises DataError
-    for kinds that are never read."""
+    """Detect the format of a file by its first bytes; TEXT stands for all that are text. Raises
+    DataError for kinds that are never read."""
     # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
     if head[3:] == b"\0\0\0\0\0{":
         return "safetensors"
     for magic, words in FOREIGN.items():
         if head.startswith(magic):
             raise DataError(f"data.path: {shown} {words}")
-    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "csv")
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), TEXT)
 
 
 def _check_file_kind(source: str, head: bytes, shown: str) -> None:
     kind = detect_file_kind(head, shown)
-    if kind == source or (kind, source) == ("csv", "tsv"):
+    if kind == source or (kind == TEXT and FORMATS[source].is_text):
         return
-    if kind == "csv":
+    if kind == TEXT:
         raise DataError(
             f"data.path: {shown} is not a {source} file (it starts with {head!r}); "
             f"set data.source to what it is, or write it anew"
@@ -270,19 +277,15 @@ def compute_allowed_bytes(data: DataConfig) -> int:
 
 
 def check_memory(
-    needed_bytes: int, what: str, remedy: str, *, data: DataConfig | None = None
+    needed_bytes: int, what: str, remedy: str, *, memory_mib: float | None = None
 ) -> None:
     """Raises DataError where reading would take more than the host's free memory, or than
-    data.memory_mib where data is given."""
-    if (
-        data is not None
-        and data.memory_mib is not None
-        and needed_bytes > compute_allowed_bytes(data)
-    ):
+    memory_mib, which is data.memory_mib."""
+    if memory_mib is not None and needed_bytes > int(memory_mib * 1024**2):
         raise DataError(
             f"data.memory_mib: {what.removeprefix('data.path: ')} needs about "
             f"{format_size(needed_bytes)} "
-            f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
+            f"of memory to read (got {memory_mib:g}); raise it, or {remedy}"
         )
     free_bytes = host_memory.read_free_bytes()
     if needed_bytes > free_bytes:

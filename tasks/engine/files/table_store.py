@@ -5,7 +5,6 @@ setting data.cache.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,39 +25,49 @@ MOST_CATEGORIES = 1000  # inputs that a column of text becomes
 
 
 class RowStore:
-    """Blocks of float64 values, each (columns, rows), for rows that follow each other."""
+    """Blocks of float64 values, each (columns, block_rows), for rows that follow each other; the
+    last may have fewer. Sums over blocks depend on how rows are cut, which is why it is not done as
+    they come: the same rows become the same to the bit, whatever the format and its blocks."""
 
-    def __init__(self, columns: int, folder: Path, *, is_small: bool = False) -> None:
+    def __init__(
+        self, columns: int, folder: Path, *, block_rows: int, is_small: bool = False
+    ) -> None:
         """is_small: they lie in memory, and not in a file in this folder."""
-        self.columns = columns
-        self.starts = [0]  # of each block, and the number of rows at the end
+        self.columns, self.block_rows, self.rows = columns, block_rows, 0
         self._file = prepared_cache.ScratchFile(folder, is_in_memory=is_small)
 
     @property
-    def rows(self) -> int:
-        return self.starts[-1]
+    def starts(self) -> list[int]:
+        """Of each block, and the number of rows at the end."""
+        return [*range(0, self.rows, self.block_rows), self.rows]
 
-    def reserve(self, rows: int, *, block_rows: int) -> None:
-        """Make room for so many rows more, in blocks of `block_rows`, to be filled by `put`."""
-        end = self.rows + rows
-        self.starts += [*range(self.rows + block_rows, end, block_rows), end]
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows more, to be filled by `put`."""
+        self.rows += rows
 
     def put(self, column: int, start: int, values: np.ndarray) -> None:
         """Store values of one column, from row `start` on."""
-        block = bisect_right(self.starts, start) - 1
         while len(values):
-            first, last = self.starts[block], self.starts[block + 1]
-            part, values = values[: last - start], values[last - start :]
-            at = (first * self.columns + column * (last - first) + start - first) * VALUE_BYTES
-            self._file.write(np.asarray(part, dtype=np.float64), at)
-            start, block = last, block + 1
+            left = self.block_rows - start % self.block_rows
+            part, values = values[:left], values[left:]
+            self._file.write(np.asarray(part, dtype=np.float64), self._find_place(column, start))
+            start += len(part)
 
     def read(self) -> Iterator[np.ndarray]:
         """Yield the values of each block, (columns, rows)."""
         for first, last in pairwise(self.starts):
             values = np.empty((self.columns, last - first))
-            self._file.fill(values, first * self.columns * VALUE_BYTES)
+            if last - first == self.block_rows:
+                self._file.fill(values, self._find_place(0, first))
+            else:  # behind the last rows of a column there is nothing
+                for column, part in enumerate(values):
+                    self._file.fill(part, self._find_place(column, first))
             yield values
+
+    def _find_place(self, column: int, row: int) -> int:
+        """Where a value is in the file, in bytes."""
+        first = row - row % self.block_rows
+        return (first * self.columns + column * self.block_rows + row - first) * VALUE_BYTES
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Reads CSV, TSV and Parquet into the columns of a table. The names of the columns decide early,
-from the first line or the schema, which are left out, which is the target and which are learnt
+"""Reads files of any format that holds a table into its columns. Their names decide early, as the
+head of the file tells them, which are left out, which is the target and which are learnt
 from; then the rows are read in blocks, so that a table may be larger than memory. It refuses what
 can't be learnt from all at once, each column by its name and its first bad cell. pandas, whose
 import costs 0.3 s, is never touched.
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -32,13 +31,13 @@ from tasks.engine.files.columns import (
     is_number,
 )
 from tasks.engine.files.prepared_cache import check_disk_room
+from tasks.engine.files.readers import TableFile, open_table, read_cell
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
     DataError,
     RawData,
     compute_allowed_bytes,
     describe_missing_name,
-    find_source_file,
     find_source_files,
     format_list,
     format_size,
@@ -47,16 +46,8 @@ from tasks.engine.files.source_data import (
     shorten,
 )
 from tasks.engine.files.split_column import compute_split_keys
-from tasks.engine.files.table_files import (
-    BELOW,
-    TextTable,
-    open_text_table,
-    read_cell,
-    read_common_schema,
-    read_parquet_batches,
-    read_text_rows,
-)
 from tasks.engine.files.table_store import VALUE_BYTES, RowStore, Table
+from tasks.engine.settings.file_formats import FORMATS
 from tasks.engine.settings.run_config import DataConfig
 
 
@@ -113,7 +104,7 @@ def choose_columns(
             target = pick_target([name for name in left if name != by], data.target, label)
         except DataError as error:
             problems.append(str(error))
-            if any(is_number(name) for name in left):
+            if FORMATS[data.source].is_delimited and any(is_number(name) for name in left):
                 problems.append(
                     f"data.path: {label} has numbers for names; put the columns' names in line 1"
                 )
@@ -181,99 +172,119 @@ MIB = 1024**2
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
 KEPT = 4  # a fourth of the memory may hold the features; else they lie in a file
 WORK_BYTES = 24 * MIB  # blocks under way
-BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
-PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
-
-
-def check_text_table(data: DataConfig) -> None:
-    """Raises DataError for a CSV or TSV whose first line cannot be that of a table with this
-    target."""
-    table = _open_text(data)
-    choose_columns(table.names, data, table.path.name)
-
-
-def _open_text(data: DataConfig) -> TextTable:
-    allowed = compute_allowed_bytes(data)
-    table = open_text_table(find_source_file(data), data.source, allowed_bytes=allowed)
-    refuse_no_header(table.names, table.path.name)
-    return table
-
-
-def read_text_table(data: DataConfig) -> RawData:
-    """Read a UTF-8 file whose first line names the columns, and decides what separates cells:
-    commas, semicolons, tabs or bars.
-
-    Errors: DataError. Rows are counted from 1 below the header, blank lines left out.
-    """
-    table = _open_text(data)
-    label = table.path.name
-    chosen = choose_columns(table.names, data, label)
-
-    def written(name: str, row: int) -> str:
-        return read_cell(table, table.names.index(name), row)
-
-    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
-    origin = ColumnSource(label, BELOW, chosen.target_name, data.missing, spelling, written)
-    text = pa.string()
-    columns = [ColumnSummary(table.names[i], origin, text, ways=WAYS) for i in chosen.places]
-    # A cell takes a byte at least, that of the mark behind it.
-    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * table.path.stat().st_size)
-    return builder.read(lambda places: (rows for rows, _ in read_text_rows(table, places)))
-
-
-def check_parquet(data: DataConfig) -> None:
-    """Raises DataError for Parquet whose schema cannot be learnt from."""
-    _open_parquet(data)
+BLOCK_BYTES = MIB  # of numbers that are kept together: more leave the cache of the processor
 
 
 @dataclass(frozen=True)
-class ParquetTable:
-    """Parquet files of one schema."""
+class SourceTable:
+    """A file, or several parts of a folder that have the same columns."""
 
-    files: Sequence[Path]
-    counts: Sequence[int]  # rows of each, as it claims
+    parts: Sequence[TableFile]
     label: str
-    types: Sequence[pa.DataType]
+    rows: int | None  # of all parts; None where only reading tells
     chosen: ChosenColumns
 
+    def read(self, places: Sequence[int]) -> Iterator[pa.RecordBatch]:
+        """Yield all rows of the columns at these places."""
+        for part in self.parts:
+            for rows, _ in part.read(places):
+                yield rows
 
-def _open_parquet(data: DataConfig) -> ParquetTable:
+    def read_cell(self, name: str, row: int) -> str:
+        """Return a cell as it is written. Only folders of typed columns have several parts."""
+        return read_cell(self.parts[0], self.chosen.names.index(name), row)
+
+
+def check_table(data: DataConfig) -> None:
+    """Raises DataError for a table whose head says that it cannot be learnt from."""
+    _open_source(data)
+
+
+def _open_source(data: DataConfig) -> SourceTable:
+    allowed = compute_allowed_bytes(data)
     files = find_source_files(data)
     label = files[0].name if len(files) == 1 else files[0].parent.name
-    fields, counts = read_common_schema(files)
-    useless = [field.name for field in fields if classify_type(field.type) not in OF_USE]
-    chosen = choose_columns([field.name for field in fields], data, label, useless=useless)
+    parts = [open_table(path, data.source, allowed_bytes=allowed) for path in files]
+    refuse_different_parts(parts)
+    names, types = parts[0].names, parts[0].types
+    if FORMATS[data.source].is_delimited:
+        refuse_no_header(names, label)
+    kinds = [classify_type(found) for found in types]
+    useless = [name for name, kind in zip(names, kinds, strict=True) if kind not in OF_USE]
+    chosen = choose_columns(names, data, label, useless=useless)
     problems = []
-    if sum(counts) <= 0 or min(counts) < 0:
+    counts = [part.rows for part in parts if part.rows is not None]
+    if counts and (sum(counts) <= 0 or min(counts) < 0):
         problems.append(f"data.path: {label} has no rows; write some")
-    for name, kind in ((fields[i].name, fields[i].type) for i in chosen.places):
-        found, target = classify_type(kind), chosen.target_name
-        if found not in OF_USE or (found == DATE and name == target):
-            problems.append(describe_refused_type(name, str(kind), target=target, label=label))
+    for i in chosen.places:
+        target = chosen.target_name
+        if kinds[i] not in OF_USE or (kinds[i] == DATE and names[i] == target):
+            refused = describe_refused_type(names[i], str(types[i]), target=target, label=label)
+            problems.append(refused)
     if problems:
         raise DataError("\n".join(problems))
-    return ParquetTable(files, counts, label, [field.type for field in fields], chosen)
+    return SourceTable(parts, label, sum(counts) if counts else None, chosen)
 
 
-def read_parquet(data: DataConfig) -> RawData:
-    """Read a Parquet file, or all in a folder, in the order of their names. Rows are counted from
-    1 over all files."""
-    table = _open_parquet(data)
-    chosen, allowed = table.chosen, compute_allowed_bytes(data)
-    block_rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (VALUE_BYTES * len(chosen.features)))
+def refuse_different_parts(parts: Sequence[TableFile]) -> None:
+    """Raises DataError where parts of a folder have not the same columns."""
 
-    def read(places: Sequence[int]) -> Iterator[pa.RecordBatch]:
-        names = [chosen.names[i] for i in places]
-        for path, count in zip(table.files, table.counts, strict=True):
-            yield from read_parquet_batches(path, names, count, block_rows)
+    def list_columns(part: TableFile) -> dict[str, str]:
+        return {n: _describe_type(t) for n, t in zip(part.names, part.types, strict=True)}
 
-    spelling = Spelling(na=tuple(data.na or ()))
-    origin = ColumnSource(table.label, "", chosen.target_name, data.missing, spelling, None)
-    columns = [ColumnSummary(chosen.names[i], origin, table.types[i]) for i in chosen.places]
-    rows = sum(table.counts)
-    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * rows * len(chosen.features))
-    builder.expect(rows, block_rows=block_rows)
-    return builder.read(read, together=max(1, allowed // 4 // PAGE_BYTES))
+    first = list_columns(parts[0])
+    for part in parts[1:]:
+        mine = list_columns(part)
+        for column in {**first, **mine}:
+            here, there = mine.get(column, "missing"), first.get(column, "missing")
+            if here != there:
+                raise DataError(
+                    f"data.path: {part.path.name} column {shorten(column)} is {here}, but in "
+                    f"{parts[0].path.name} it is {there}; write all parts alike, or move it "
+                    "elsewhere"
+                )
+
+
+def _describe_type(kind: pa.DataType) -> str:
+    # How wide the indices of a dictionary are depends on how many values a part happens to have.
+    plain = f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
+    return f"of type {plain}"
+
+
+def read_table(data: DataConfig) -> RawData:
+    """Read all rows of a table: of cells that are written the kinds of columns are found as they
+    come, of others they are known.
+
+    Errors: DataError. Rows are counted from 1, over all parts.
+    """
+    table = _open_source(data)
+    chosen, allowed, first = table.chosen, compute_allowed_bytes(data), table.parts[0]
+    missing_words = data.na
+    if missing_words is None:
+        missing_words = list(NOTHING) if first.is_written else []
+    origin = ColumnSource(
+        table.label,
+        first.note,
+        chosen.target_name,
+        data.missing,
+        Spelling(data.decimal, tuple(missing_words)),
+        table.read_cell if first.is_written else None,
+        data.decimal if FORMATS[data.source].is_delimited else None,
+    )
+    ways = WAYS if first.is_written else ()
+    columns = [
+        ColumnSummary(chosen.names[i], origin, first.types[i], ways=ways) for i in chosen.places
+    ]
+    cells = sum(part.count_most_cells(len(chosen.features)) for part in table.parts)
+    block_rows = min(BLOCK_BYTES, allowed // 128) // (VALUE_BYTES * len(chosen.features))
+    least = 1 if first.is_written else 1024  # a line of many cells is long
+    builder = TableBuilder(
+        chosen, columns, data, VALUE_BYTES * cells, block_rows=max(least, block_rows)
+    )
+    if table.rows is not None:
+        builder.expect(table.rows)
+    together = max(1, allowed // 4 // first.column_bytes) if first.column_bytes else 1 << 30
+    return builder.read(table.read, together=together)
 
 
 class TableBuilder:
@@ -281,23 +292,29 @@ class TableBuilder:
     summary of each column, of which the target's is the last."""
 
     def __init__(
-        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig, most_bytes: int
+        self,
+        chosen: ChosenColumns,
+        columns: list[ColumnSummary],
+        data: DataConfig,
+        most_bytes: int,
+        *,
+        block_rows: int,
     ) -> None:
-        """most_bytes: of the features, at most."""
+        """most_bytes: of the features, at most. block_rows: that are kept together."""
         self._chosen, self._columns, self._data = chosen, columns, data
         self._origin = columns[-1].origin
         is_small = most_bytes <= compute_allowed_bytes(data) // KEPT
         folder = resolve_cache_folder(data)
-        self._store = RowStore(len(columns) - 1, folder, is_small=is_small)
+        self._store = RowStore(len(columns) - 1, folder, block_rows=block_rows, is_small=is_small)
         self._targets: list[np.ndarray] = []
         columns[-1].most = None
 
-    def expect(self, rows: int, *, block_rows: int) -> None:
+    def expect(self, rows: int) -> None:
         """Make room for so many rows more. Raises DataError where there is none."""
         rows_then = self._store.rows + rows
         _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
         check_disk_room(resolve_cache_folder(self._data), VALUE_BYTES * rows * self._store.columns)
-        self._store.reserve(rows, block_rows=block_rows)
+        self._store.reserve(rows)
 
     def read(
         self,
@@ -328,7 +345,7 @@ class TableBuilder:
         """Add rows of some columns; start: the first of them."""
         end = start + len(given[0])
         if end > self._store.rows:
-            self.expect(end - self._store.rows, block_rows=len(given[0]))
+            self.expect(end - self._store.rows)
         if self._store.columns in places and not start:
             self._targets = []
 
@@ -382,7 +399,7 @@ class TableBuilder:
             notes=tuple(notes),
             kept=kept,
             split_keys=keys,
-            decimal=data.decimal if self._origin.written else None,
+            decimal=self._origin.decimal,
             na=data.na,
         )
 

@@ -16,18 +16,28 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tasks.engine.files.source_data import (
-    MAGIC,
     DataError,
     detect_file_kind,
+    list_parts,
     read_first_bytes,
     shorten,
 )
+from tasks.engine.settings.file_formats import (
+    ARRAYS,
+    FORMATS,
+    MATRIX,
+    TEXT,
+    list_endings,
+    list_formats,
+)
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import ENDINGS, TABLE_FILES, DeviceConfig
+from tasks.engine.settings.run_config import TABLE_FILES, DeviceConfig
 
-TABLES = {ending: kind for ending, kind in ENDINGS.items() if kind in TABLE_FILES}
-INPUTS = {**TABLES, ".npy": "npy", ".npz": "npz", ".txt": "txt"}
-OUTPUTS = {**TABLES, ".npy": "npy", ".jsonl": "jsonl"}
+ARRAY_FILES = list_formats(ARRAYS, MATRIX)
+LINES = "txt"  # a text a line, where training reads a text as a whole
+INPUTS = {**list_endings(*TABLE_FILES, *ARRAY_FILES), ".txt": LINES}
+OUTPUTS = list_endings("csv", "tsv", "parquet", "npy", "jsonl")  # see output_files.py
+FOLDERS = [name for name, found in FORMATS.items() if found.may_be_folder]
 RUN = re.compile(
     r"latest|[0-9a-f]{32}|models:/m-[0-9a-f]{32}|models:/[^/:@]+(@[\w.-]+|/[0-9]{1,9})", re.ASCII
 )
@@ -39,7 +49,7 @@ class Order:
 
     run: str  # latest, a run's id, or models:/...
     input: str
-    reads: str  # csv, tsv, parquet, npy, npz or txt
+    reads: str  # a format of tables or arrays, or LINES
     output: str
     writes: str  # csv, tsv, parquet, npy or jsonl
     keep: tuple[str, ...] = ()  # columns of the input that go to the output
@@ -87,11 +97,10 @@ def make_order(
     )
 
 
-def list_parts(path: Path) -> list[Path]:
-    """Return the Parquet files of a folder in the order of their names, or the file itself."""
-    if not path.is_dir():
-        return [path]
-    return sorted(f for f in path.glob("*.parquet") if not f.name.startswith((".", "_")))
+def list_input_files(order: Order) -> list[Path]:
+    """Return the parts of a folder in the order of their names, or the file itself."""
+    path = Path(order.input)
+    return list_parts(path, order.reads) if path.is_dir() else [path]
 
 
 @contextmanager
@@ -157,7 +166,7 @@ def _check_input(given: str | None) -> tuple[str, list[str]]:
     shown = shorten(str(path), 300)
     kind = INPUTS.get(path.suffix.lower(), "")
     if os.path.isdir(path):  # unlike pathlib's, False for any error
-        return "parquet", _list_folder_problems(path, shown)
+        return _check_folder(path, shown)
     try:
         with report_as_input(path):
             head = read_first_bytes(path, kind)
@@ -166,20 +175,24 @@ def _check_input(given: str | None) -> tuple[str, list[str]]:
             inside = detect_file_kind(head, shown)
     except DataError as error:
         return kind, [str(error)]
-    is_text = kind not in MAGIC.values()
-    if inside != ("csv" if is_text else kind):
-        is_of = "text" if inside == "csv" else inside
-        return kind, [f"input: {shown} ends in that of {kind}, but is {is_of} inside; rename it"]
+    is_text = kind == LINES or FORMATS[kind].is_text
+    if inside != (TEXT if is_text else kind):
+        return kind, [f"input: {shown} ends in that of {kind}, but is {inside} inside; rename it"]
     return kind, []
 
 
-def _list_folder_problems(path: Path, shown: str) -> list[str]:
+def _check_folder(path: Path, shown: str) -> tuple[str, list[str]]:
+    """The format of the parts in a folder, and what is wrong with it."""
     try:
-        if list_parts(path):
-            return []
+        for kind in FOLDERS:
+            if list_parts(path, kind):
+                return kind, []
     except OSError as error:
-        return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
-    return [f"input: the folder {shown} holds no *.parquet files; name a file, or such a folder"]
+        said = f"input: {shown} cannot be read ({error.strerror}); mend that or name another"
+        return FOLDERS[0], [said]
+    wanted = " or ".join(f"*{FORMATS[kind].endings[0]}" for kind in FOLDERS)
+    said = f"input: the folder {shown} holds no {wanted} files; name a file, or such a folder"
+    return FOLDERS[0], [said]
 
 
 def _check_output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:

@@ -25,6 +25,17 @@ from pydantic import (
 
 from tasks.engine.base.import_paths import IMPORT_PATH, is_import_path
 from tasks.engine.base.names import Place, is_lower_better, is_taken, list_shown
+from tasks.engine.settings.file_formats import (
+    ARRAYS,
+    FORMATS,
+    IMAGES,
+    MATRIX,
+    TABLE,
+    TEXT,
+    TOKENS,
+    list_endings,
+    list_formats,
+)
 from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
 Int = Annotated[int, Strict()]  # `true` is not 1
@@ -111,9 +122,10 @@ class LaunchConfig(Section):
         return None if self.processes == "auto" else int(self.processes)
 
 
-TABLE_FILES = ("csv", "tsv", "parquet")
-FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
-TOKEN_SOURCES = ("text", "tokens")
+TABLE_FILES = list_formats(TABLE)
+FILE_SOURCES = list_formats(TABLE, ARRAYS, MATRIX, IMAGES)
+TOKEN_SOURCES = list_formats(TEXT, TOKENS)
+DELIMITED_FILES = tuple(name for name in TABLE_FILES if FORMATS[name].is_delimited)
 UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
 SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
@@ -122,7 +134,7 @@ SOURCES_BY_SETTING: dict[str, tuple[str, ...]] = {
     "drop": TABLE_FILES,
     "missing": TABLE_FILES,
     "na": TABLE_FILES,
-    "decimal": ("csv", "tsv"),
+    "decimal": DELIMITED_FILES,
     "split_column": TABLE_FILES,
     "image_size": ("images",),
     "rows": ("synthetic",),
@@ -131,38 +143,35 @@ SOURCES_BY_SETTING: dict[str, tuple[str, ...]] = {
     "context": TOKEN_SOURCES,
     "vocab": ("tokens",),
 }
-ENDINGS = {
-    **{f".{name}": name for name in ("csv", "tsv", "parquet", "npz", "npy", "safetensors")},
-    ".tab": "tsv",
-    ".pq": "parquet",
-    ".txt": "text",
-    ".bin": "tokens",
-}
+ENDINGS = list_endings(*FORMATS)
+_SOURCE = (  # a docstring could not list the formats
+    "digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given, "
+    f"whose ending then decides; {', '.join(list_formats(TABLE, ARRAYS, MATRIX))}: the file at "
+    "data.path, of parquet also a folder of them; images: a folder with a folder of images for "
+    "each class; synthetic: made-up rows, for benchmarks; text: the bytes of any file; tokens: "
+    "numbers in an npy file, or 16-bit ones in a bin file; package.module:factory: your own, see "
+    "data.args."
+)
 
 
 class DataConfig(Section):
-    source: Annotated[Text, require_known(SOURCES)] = "digits"
-    """digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given,
-    whose ending then decides; csv, tsv, parquet, npz, npy, safetensors: the file at data.path, of
-    parquet also a folder of them; images: a folder with a folder of images for each class;
-    synthetic: made-up rows, for benchmarks; text: the bytes of any file; tokens: numbers in an npy
-    file, or 16-bit ones in a bin file; package.module:factory: your own, see data.args."""
+    source: Annotated[Text, require_known(SOURCES), Field(description=_SOURCE)] = "digits"
     path: Text | None = None
     """The file or folder to read. Default of text: the licence and the documentation that come with
     Python."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of your own source: the factory is called with them."""
     target: Text | None = None
-    """The column (csv, tsv, parquet) or array (npz, safetensors) to predict. Default: the one named
+    """The column of a table, or the array of several, to predict. Default: the one named
     target, label, class or y. An npy file holds it in its last column."""
     drop: list[Text] = Field(default_factory=list)
-    """Columns of csv, tsv and parquet to leave out."""
+    """Columns of a table to leave out."""
     missing: Literal["fail", "drop", "mean"] = "fail"
-    """Rows with missing features, of csv, tsv and parquet. fail: refuse them; drop: leave them out;
+    """Rows of a table with missing features. fail: refuse them; drop: leave them out;
     mean: take the mean of the training rows, and for text the category `missing`."""
     na: list[Text] | None = None
-    """Words that mean missing in csv, tsv and parquet, beside the empty cell; also numbers, in
-    quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
+    """Words that mean missing in a table, beside the empty cell; also numbers, in quotes: ["-999"].
+    Default: NA, N/A, NULL, NaN and the like in files of text, none in parquet."""
     decimal: Literal[".", ","] = "."
     """The decimal mark of numbers in csv and tsv."""
     task: Literal["auto", "classification", "multilabel", "regression", "tokens", "own"] = "auto"
@@ -186,7 +195,7 @@ class DataConfig(Section):
     the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
     are always split by their order. Not of data sets and loaders."""
     split_column: Text | None = None
-    """The column of csv, tsv and parquet to split by time or by group. Times are learnt from too,
+    """The column of a table to split by time or by group. Times are learnt from too,
     unless data.drop names them; a group is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""

@@ -27,8 +27,8 @@ def _raw(
 ) -> RawData:
     """Of columns of numbers and of codes of words, in blocks of so many rows."""
     with TemporaryDirectory() as folder:  # of which nothing is needed later
-        store = RowStore(len(columns), Path(folder))
-    store.reserve(len(columns[0]), block_rows=block_rows)
+        store = RowStore(len(columns), Path(folder), block_rows=block_rows)
+    store.reserve(len(columns[0]))
     for i, column in enumerate(columns):
         store.put(i, 0, column)
     names = tuple("abcdef"[: len(columns)])

@@ -55,6 +55,7 @@ def seeds(kind: str) -> list[tuple[str, bytes]]:
             (name.replace("csv", "tsv"), content.replace(b",", b"\t"))
             for name, content in _csv()[::2]
         ],
+        "jsonl": _json_lines,
         "parquet": _parquet,
         "npz": _npz,
         "npy": lambda: [("a.npy", _npy(np.column_stack([NUMBERS, LABELS])))],
@@ -74,6 +75,25 @@ def _csv() -> list[tuple[str, bytes]]:
     colours = [f"{'' if i % 5 else i},{('red', 'green', '')[i % 3]},{i / 7}" for i in range(24)]
     holes = "\n".join(["a,b,target", *colours, ""])
     return [("a.csv", plain.encode()), ("b.csv", quoted.encode()), ("c.csv", holes.encode())]
+
+
+def _json_lines() -> list[tuple[str, bytes]]:
+    rows = [
+        {"a": float(a), "b": f"{b:.3e}", "flag": bool(c > 0), "label": "xyz"[y]}
+        for (a, b, c), y in zip(NUMBERS, LABELS, strict=True)
+    ]
+    plain = "\n".join([*map(json.dumps, rows), ""])
+    holes = [
+        {k: v for k, v in {"a": i if i % 5 else None, "b": ("r\u00f6t", 'gr"n', "")[i % 3]}.items()}
+        | ({"c": float("nan") if i % 7 == 0 else i / 7} if i % 4 else {})
+        | {"target": i % 2}
+        for i in range(24)
+    ]
+    odd = "\ufeff" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in holes)
+    spaced = "\n\n".join(
+        f' {{ "a" : {i}e-1 , "{i % 3}" : "\\u00fc{i % 2}" , "y" : {i % 2}}} \r' for i in range(20)
+    )
+    return [("a.jsonl", plain.encode()), ("b.ndjson", odd.encode()), ("c.jsonl", spaced.encode())]
 
 
 def _parquet() -> list[tuple[str, bytes]]:

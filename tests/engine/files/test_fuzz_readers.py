@@ -20,9 +20,10 @@ from tasks.engine.settings.run_config import DataConfig
 
 ROOT = Path(__file__).parent.parent.parent.parent
 COUNTS = {
-    "csv": 1200,
-    "tsv": 600,
-    "parquet": 1600,
+    "csv": 900,
+    "tsv": 500,
+    "jsonl": 800,
+    "parquet": 1200,
     "npz": 1500,
     "npy": 900,
     "safetensors": 1300,

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from tasks.engine.base.raw_inputs import make_inputs
 from tasks.engine.data import preparation
-from tasks.engine.files import table_files
+from tasks.engine.files import delimited_text
 from tasks.engine.files.columns import TEXT_TYPE, describe_remedy, find_form
 from tasks.engine.files.source_data import DataError
 from tasks.engine.predict.input_batches import Needs, read_batches
@@ -271,7 +271,7 @@ def test_whole_numbers_are_text_where_one_begins_with_a_zero(
     tmp_path, monkeypatch, code, block_bytes
 ):
     """Story: the zip code 02139 became the number 2139, and 007 became 7."""
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", block_bytes)
     codes = ["10001", "94103"] * 20 + [code, "10001"] * 2
     lines = [f"{c},{i % 9},{i}.0{i % 7},{i % 2}\n" for i, c in enumerate(codes)]
     facts = preparation.prepare_dataset(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))

@@ -24,7 +24,9 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from tasks.engine.base.facts import Column
 from tasks.engine.base.raw_inputs import make_inputs, restore_raw_values
 from tasks.engine.data import preparation
-from tasks.engine.files import table_files, tables
+from tasks.engine.files import delimited_text, parquet_files, tables
+from tasks.engine.files.parquet_files import ParquetFile
+from tasks.engine.files.readers import open_table
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.run_config import DataConfig
 
@@ -174,12 +176,11 @@ def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
 
 def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_path, monkeypatch):
     """Story: numbers of the first block must keep their spelling once the column is a category."""
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
     cells = ["007"] * 8 + ["x"] * 20
     text = "a,b,y\n" + "".join(f"{c},{i}.5,{i % 2}\n" for i, c in enumerate(cells))
     config = _config(tmp_path, text)
-    table = table_files.open_text_table(Path(config.path), "csv")
-    assert len(list(table_files.read_text_rows(table, [0]))) > 3
+    assert len(list(open_table(Path(config.path), "csv").read([0]))) > 3
     facts = preparation.prepare_dataset(config)
     assert facts.feature_names == ("a=007", "a=x", "b")
     assert _rows(facts)[0][:, 0].sum() == 8
@@ -190,7 +191,7 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
 
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
     lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
     words = csv.ConvertOptions().null_values
     assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
@@ -209,7 +210,7 @@ def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path
 
 
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
     text = "a,y\n" + "".join(f"{i}.5,{'01' if i < 20 else 'no'}\n" for i in range(40))
     facts = preparation.prepare_dataset(_config(tmp_path, text))
     assert facts.class_names == ("01", "no") and facts.class_rows == (16, 16)
@@ -217,7 +218,7 @@ def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", block_bytes)
     lines = "".join(f'{i},"two\nlines, ""{i % 3}""",{i % 2}\r\n' for i in range(50))
     facts = preparation.prepare_dataset(_config(tmp_path, "a,b,y\r\n" + lines))
     assert facts.feature_names == ("a", *(f'b=two\nlines, "{i}"' for i in range(3)))
@@ -237,7 +238,7 @@ def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatc
 
 def test_a_bad_row_is_told_by_its_number_however_many_threads_arrow_has(tmp_path, monkeypatch):
     """It was row None with more than one."""
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
     before = pa.cpu_count()
     pa.set_cpu_count(2)
     try:
@@ -272,7 +273,7 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, block_bytes: int
 ) -> None:
     """Types that later blocks widen, words for missing, quotes and booleans among them."""
-    monkeypatch.setattr(table_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", block_bytes)
     random, rows = np.random.default_rng(5), 300
     frame = pd.DataFrame(
         {
@@ -290,7 +291,7 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
     if source == "parquet":
         frame.to_parquet(path, row_group_size=70)
     else:
-        frame.to_csv(path, index=False, sep=table_files.MARKS[source])
+        frame.to_csv(path, index=False, sep=delimited_text.MARKS[source])
     facts = preparation.prepare_dataset(
         DataConfig(path=str(path), cache=str(tmp_path / "cache"), missing="mean")
     )
@@ -500,8 +501,9 @@ def test_columns_of_parquet_that_are_read_in_turns_are_those_of_a_csv(tmp_path, 
     table = pa.table({**columns, "y": [0, 1] * 2500})
     parquet.write_table(table, tmp_path / "t.parquet", row_group_size=1700)
     monkeypatch.setattr(tables, "KEPT", 1 << 60)
-    monkeypatch.setattr(tables, "PAGE_BYTES", 1 << 60)  # one column at a time
+    monkeypatch.setattr(ParquetFile, "column_bytes", 1 << 60)  # one column at a time
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(parquet_files, "BLOCK_BYTES", 1)
     stored = preparation.prepare_dataset(
         DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path / "cache"))
     )
