@@ -107,7 +107,7 @@ class _EventReader:
 
     def read(self) -> None:
         """Log what is new, and hand on what is asked for."""
-        with suppress(FileNotFoundError), (self._folder / EVENTS).open("rb") as file:
+        with (self._folder / EVENTS).open("rb") as file:
             file.seek(self._offset)
             for line in file:
                 if line.endswith(b"\n"):
@@ -160,6 +160,7 @@ class _Start:
         self.error: Exception | None = None  # of a rank, which no new start would cure
         self.lost = ""  # why, where a process was lost
         (folder / JOB).write_bytes(pickle.dumps((job, device)))
+        (folder / EVENTS).touch()
 
     def follow(self, events: _EventReader) -> _Start:
         """Return when all have ended. Whatever is raised meanwhile ends them."""

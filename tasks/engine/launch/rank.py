@@ -179,10 +179,10 @@ class _Events(logging.Handler):
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         super().__init__(logging.INFO if ranks.is_lead else logging.WARNING)
         self._prefix = "" if ranks.is_lead else f"rank {ranks.rank}: "
-        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND)
 
     def append(self, kind: str, *values: Any) -> None:
-        os.write(self._file, json.dumps([kind, *values]).encode() + b"\n")
+        os.write(self._file, json.dumps([kind, *values], default=float).encode() + b"\n")
 
     def emit(self, entry: logging.LogRecord) -> None:
         self.append("line", entry.name, entry.levelno, f"{self._prefix}{entry.getMessage()}")
