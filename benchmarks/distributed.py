@@ -23,8 +23,8 @@ from benchmarks.turns import in_turns
 from benchmarks.workloads import images
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
-from tasks.engine.launch import supervisor
 from tasks.engine.launch.placement import count_processes
+from tasks.engine.launch.processes import train_in_processes
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.read_settings import make_config
 from tasks.engine.settings.run_config import LaunchConfig
@@ -140,9 +140,7 @@ def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, f
             trained = trainer.train(make_plan(config, facts, data), folder=folder, log=log)
         else:
             job = Job(config, data, PastRuns(), folder, resumes=False)
-            trained = supervisor.train_in_processes(
-                job, facts, processes=processes, restarts=0, log=log
-            )
+            trained = train_in_processes(job, facts, processes=processes, restarts=0, log=log)
     speed, steps = (median(values) for values in zip(*speeds, strict=True))
     communication_ms = trained.metrics.get("time/communication_ms", 0.0)
     return {"speed": speed, "communication": communication_ms * steps / 1000}

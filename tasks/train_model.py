@@ -11,7 +11,6 @@ from pathlib import Path
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
-from tasks.engine.launch import supervisor
 from tasks.engine.launch.placement import count_processes
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
@@ -53,7 +52,10 @@ def train_model(
             job = Job(config, plan.data, past, folder, resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
-            return supervisor.train_in_processes(
+            # Imports PyTorch's elastic agent, a tenth of a second.
+            from tasks.engine.launch.processes import train_in_processes
+
+            return train_in_processes(
                 job,
                 device,
                 processes=processes,

@@ -37,7 +37,7 @@ SLOW = (
     "engine/files/test_fuzz_readers",
     "engine/launch/test_rank",
     "flows/test_team",
-    "engine/launch/test_supervisor",
+    "engine/launch/test_processes",
     "test_chaos",
     "flows/test_compare",
     "flows/test_runs",

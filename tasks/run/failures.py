@@ -15,8 +15,7 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.import_paths import get_error_message as words_of
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import TemporaryDeviceError
-from tasks.engine.distributed.ranks import LostRank
-from tasks.engine.launch.supervisor import LostProcess
+from tasks.engine.distributed.ranks import LostProcess, LostRank
 from tasks.engine.memory.out_of_memory import is_oom, list_error_chain
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process import signals

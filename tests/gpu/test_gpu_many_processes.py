@@ -9,8 +9,8 @@ import torch
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import DeviceError, detect_best_device
-from tasks.engine.launch import supervisor
 from tasks.engine.launch.placement import count_processes
+from tasks.engine.launch.processes import train_in_processes
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 from tasks.engine.step.plan import make_plan
@@ -43,9 +43,7 @@ def _train(folder: Path, processes: int, **train: Any) -> tuple[TrainFacts, dict
     if processes == 1:
         return trainer.train(make_plan(config, device, data), folder=folder, log=log), losses
     job = Job(config, data, PastRuns(), folder, resumes=False)
-    return supervisor.train_in_processes(
-        job, device, processes=processes, restarts=0, log=log
-    ), losses
+    return train_in_processes(job, device, processes=processes, restarts=0, log=log), losses
 
 
 @needs_two

@@ -1,7 +1,7 @@
 """The processes (ranks) that train one model together: how they exchange plain values, what a
-failing one stores for the others, and by their heartbeats who has not come. A training of one
-process has `Ranks()`, whose methods return its own values. Heartbeats end nothing: that is for the
-time-out of PyTorch's process group.
+failing one stores for the others, and who did not come to an exchange. A training of one process
+has `Ranks()`, whose methods return its own values. It is the time-out of PyTorch's process group
+that ends a wait; the store, which all can reach, tells whom it was for.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import logging
 import os
 import platform
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,141 +26,7 @@ from torch import Tensor, nn
 from tasks.engine.base.import_paths import get_error_message
 from tasks.engine.settings.read_settings import ConfigError
 
-BEAT_S = 5.0
-TELL_AFTER_S = 30.0  # of silence; then after twice as long, and so on
-BEATS = 3  # that one who lives may miss: its interpreter may be held, or its host be busy
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank last told of itself."""
-
-    number: int  # how often it has
-    calls: int  # collectives that it has come to
-    who: str  # host and process
-    place: str  # where the code of its main thread is
-
-    def write(self) -> str:
-        return json.dumps([self.number, self.calls, self.who, self.place])
-
-
-class Heartbeats:
-    """A thread beside the training of one rank, until the `with` block ends."""
-
-    def __init__(
-        self,
-        store: Any,
-        *,
-        keeper: str,
-        rank: int,
-        size: int,
-        calls: Callable[[], int],
-        timeout_s: float,
-    ) -> None:
-        """store: where all of them tell, kept by `keeper`; no other thread of this process may wait
-        at it. calls: the collectives that this rank has come to."""
-        self._store, self._keeper, self._rank, self._size = store, keeper, rank, size
-        self._calls, self._timeout_s = calls, timeout_s
-        self._beat_s = min(BEAT_S, timeout_s / 10)
-        self._tell_after_s = min(TELL_AFTER_S, timeout_s / 2)
-        self._number, self._last = 0, -1
-        self._moved_s = time.monotonic()  # when this rank last came to a collective
-        self._seen: dict[int, tuple[int, float]] = {}  # number of the last beat, and when it came
-        self._beats: list[Beat] = []
-        self._over = threading.Event()
-        self._main = threading.get_ident()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join(self._beat_s)  # a store that has gone may keep it longer
-
-    def describe_silence(self) -> str:
-        """Return who has not come, and for how long nothing has gone on: "no step for 60 s: rank 1
-        has not come"; empty where nobody is known to be missing."""
-        silent_s = time.monotonic() - self._moved_s
-        if silent_s < self._tell_after_s:
-            return ""
-        if self._is_quiet(self._rank):
-            return f"no step for {silent_s:.0f} s, and {self._keeper} does not answer"
-        named = "; ".join(map(self._describe, self.missing()))
-        return f"no step for {silent_s:.0f} s: {named}" if named else ""
-
-    def _run(self) -> None:
-        tell_at_s, is_over = self._tell_after_s, False
-        while not is_over:  # at once: one that stops before it has told of itself has no name
-            try:
-                self._exchange()
-            except RuntimeError as error:  # who keeps the store is gone, or stopped
-                log.debug("no heartbeat: %s", error)
-            silent_s = time.monotonic() - self._moved_s
-            if silent_s < self._tell_after_s:
-                tell_at_s = self._tell_after_s
-            elif silent_s >= tell_at_s and self._tells() and (told := self.describe_silence()):
-                tell_at_s = 2 * silent_s
-                log.warning("%s (given up after %g s: launch.timeout_s)", told, self._timeout_s)
-            is_over = self._over.wait(self._beat_s)
-
-    def _exchange(self) -> None:
-        """Tell of this rank, and read what the others have told where nothing goes on."""
-        calls, now_s = self._calls(), time.monotonic()
-        if calls != self._last:
-            self._last, self._moved_s = calls, now_s
-        self._number += 1
-        beat = Beat(self._number, calls, f"{platform.node()}, process {os.getpid()}", self._place())
-        self._store.set(f"beat/{self._rank}", beat.write())
-        # So early that it is known of each, when it is told of, whether it still tells anything.
-        if now_s - self._moved_s < self._tell_after_s - (BEATS + 2) * self._beat_s:
-            self._seen, self._beats = {}, []
-            return
-        keys = [f"beat/{rank}" for rank in range(self._size)]
-        if not self._store.check(keys):  # they have just begun
-            return
-        self._beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
-        for rank, one in enumerate(self._beats):
-            if self._seen.get(rank, (-1, 0.0))[0] != one.number:
-                self._seen[rank] = one.number, now_s
-
-    def _is_quiet(self, rank: int) -> bool:
-        """Whether it tells nothing of itself any more."""
-        _, seen_s = self._seen.get(rank, (0, time.monotonic()))
-        return time.monotonic() - seen_s > BEATS * self._beat_s
-
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come to what the first of them has come to."""
-        most = max((beat.calls for beat in self._beats), default=0)
-        return [r for r, beat in enumerate(self._beats) if beat.calls < most or self._is_quiet(r)]
-
-    def _tells(self) -> bool:
-        """Whether it is this rank that tells: the first one that still could."""
-        return all(map(self._is_quiet, range(self._rank)))
-
-    def _describe(self, rank: int) -> str:
-        beat = self._beats[rank]
-        what = "tells nothing any more" if self._is_quiet(rank) else f"is at {beat.place}"
-        return f"rank {rank} has not come ({beat.who}; it {what})"
-
-    def _place(self) -> str:
-        """Where the main thread is, as far as that is not PyTorch's own code."""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None:
-            if not str(frame.f_globals.get("__name__", "")).startswith("torch"):
-                code = frame.f_code
-                return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}, {code.co_name}"
-            frame = frame.f_back
-        return "its end"
-
-
 T = TypeVar("T")
 ASK_EVERY_S = 0.1
 WAITED_S = 30.0  # until it is told whom the others wait for
@@ -171,7 +34,7 @@ STORE_S = 5.0  # for an answer of the store
 FAILURE_WAIT_S = (
     3.0  # for the word of another rank's failure, which comes beside the broken connection
 )
-_FAILURE, _SMALLER = "failure", "smaller"
+_FAILURE, _SMALLER, _HERE, _WAITING = "failure", "smaller", "here", "waiting"
 _joined = count()  # how often this process has
 # What is heard where the process at the other end is gone, or does not come: by gloo, NCCL and the
 # store. NCCL has one class of errors for that and for all else, such as two ranks on one GPU.
@@ -181,6 +44,7 @@ _GONE = re.compile(
     r"|no route to host|unreachable|failed to (recv|send)",
     re.IGNORECASE,
 )
+_LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # of a rank that is there and does not come
 _THEIRS = re.compile(r"gloo|NCCL|TCPStore|c10d", re.IGNORECASE)
 _FRAMES = "\nException raised from "  # PyTorch's own, in C++
 WORDS = 600  # characters of an error
@@ -198,6 +62,14 @@ class LostRank(RestartableError):
         """missing: who has not come, as far as that is known."""
         super().__init__(text)
         self.missing = tuple(missing)
+
+
+class LostProcess(RuntimeError):
+    """Processes of the training were lost more often than it may begin again."""
+
+
+class FailedRank(RuntimeError):
+    """Another rank failed, in these words: its error itself is there."""
 
 
 @dataclass(frozen=True)
@@ -291,16 +163,33 @@ def read_ranks_from_environment(environment: Mapping[str, str] = os.environ) -> 
 class Meeting:
     """What ranks that have joined leave for each other."""
 
-    store: Any = None  # where a failure is left
-    heartbeats: Heartbeats | None = None
+    ranks: Ranks = Ranks()
+    store: Any = None  # no other thread of this process may wait at it
 
-    def lost(self, error: Exception) -> LostRank:
-        """Return what ends this rank where it heard this error, and another one is gone."""
-        silence = self.heartbeats.describe_silence() if self.heartbeats is not None else ""
-        missing = self.heartbeats.missing() if self.heartbeats is not None and silence else ()
-        return LostRank(
-            f"{silence or 'another rank was lost'} ({describe_peer_error(error)})", missing
-        )
+    def explain_loss(self, error: Exception) -> FailedRank | LostRank:
+        """Return what ends this rank after an error that another one is gone: the words of a rank
+        that failed, where it stored some; else who did not come. All who are left call it."""
+        said = describe_peer_error(error)
+        until_s, missing = time.monotonic() + FAILURE_WAIT_S, list(range(self.ranks.size))
+        try:
+            self.store.set(f"{_WAITING}/{self.ranks.rank}", "")
+            while missing and time.monotonic() < until_s:
+                if self.store.check([_FAILURE]):
+                    failure = json.loads(self.store.get(_FAILURE))
+                    return FailedRank(f"rank {failure['rank']}: {failure['text']}")
+                missing = [r for r in missing if not self.store.check([f"{_WAITING}/{r}"])]
+                time.sleep(0.05)
+            if _LATE.search(said) is None:  # it is gone: whoever started it says how it ended
+                return LostRank(f"another rank was lost ({said})")
+            named = "; ".join(f"rank {r} ({self._locate(r)}) did not come" for r in missing)
+        except RuntimeError:
+            keeper = "the launcher" if _is_kept_by_launcher() else "rank 0"
+            return LostRank(f"{keeper} does not answer ({said})")
+        return LostRank(f"{named or 'a rank did not come'} ({said})", missing)
+
+    def _locate(self, rank: int) -> str:
+        """Return the host and the process of a rank, as it stored them when it joined."""
+        return str(self.store.get(f"{_HERE}/{rank}").decode())
 
 
 @contextmanager
@@ -342,18 +231,10 @@ def join_ranks(
         raise shorten_peer_error(error) from None
     own = tcp.clone()  # at the other one threads of PyTorch's wait
     own.set_timeout(timedelta(seconds=STORE_S))
-    with Heartbeats(
-        PrefixStore(attempt, PrefixStore(prefix, own)),
-        keeper="the launcher" if _is_kept_by_launcher() else "rank 0",
-        rank=ranks.rank,
-        size=ranks.size,
-        calls=_count_calls(device),
-        timeout_s=timeout_s,
-    ) as heartbeats:
-        try:
-            yield Meeting(store, heartbeats)
-        finally:
-            dist.destroy_process_group()
+    try:
+        yield Meeting(ranks, PrefixStore(attempt, PrefixStore(prefix, own)))
+    finally:
+        dist.destroy_process_group()
 
 
 def _is_kept_by_launcher() -> bool:
@@ -392,9 +273,9 @@ def _meeting_place() -> str:
 
 def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
     """Return when all have come. Raises LostRank with the names of those who have not."""
-    store.set(f"here/{ranks.rank}", "")
+    store.set(f"{_HERE}/{ranks.rank}", f"{platform.node()}, process {os.getpid()}")
     began_s, is_told = time.monotonic(), False
-    while missing := [r for r in range(ranks.size) if not store.check([f"here/{r}"])]:
+    while missing := [r for r in range(ranks.size) if not store.check([f"{_HERE}/{r}"])]:
         waited_s = time.monotonic() - began_s
         text = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
         if waited_s > wait_s:
@@ -407,14 +288,6 @@ def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
             log.warning("%s of %d: waited for, up to %g s", text, ranks.size, wait_s)
             is_told = True
         time.sleep(ASK_EVERY_S)
-
-
-def _count_calls(device: torch.device) -> Callable[[], int]:
-    """Return what tells how many collectives this rank has come to, by PyTorch's own count."""
-    group = dist.distributed_c10d._get_default_group()
-    kinds = {"cpu"} | ({device.type} & {"cuda"})
-    backends: list[Any] = [group._get_backend(torch.device(kind)) for kind in sorted(kinds)]
-    return lambda: sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
@@ -447,20 +320,6 @@ def store_failure(store: Any, ranks: Ranks, text: str) -> None:
     """Store for the other ranks why this one fails."""
     if store is not None:
         store.set(_FAILURE, json.dumps({"rank": ranks.rank, "text": text}))
-
-
-def read_failure(store: Any) -> str | None:
-    """Return which rank failed, and why; None where none has stored it: that rank was lost."""
-    until_s = time.monotonic() + FAILURE_WAIT_S
-    while store is not None and time.monotonic() < until_s:
-        try:
-            if store.check([_FAILURE]):
-                told = json.loads(store.get(_FAILURE))
-                return f"rank {told['rank']}: {told['text']}"
-        except RuntimeError:  # the host that kept it is gone
-            return None
-        time.sleep(0.05)
-    return None
 
 
 def is_lost_peer(error: BaseException) -> bool:

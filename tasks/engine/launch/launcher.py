@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from tasks.engine.settings.read_settings import ConfigError
 
 ATTEMPTS_FOLDER = "HEADROOM_ATTEMPTS"  # of this machine and this training
+_ELASTIC = "torch.distributed.elastic"  # how the loggers of PyTorch's agent begin
 AGAIN = 3  # exit code of a process that is to begin again, with the others
 
 
@@ -57,6 +59,12 @@ def read_rank() -> int:
     if size > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
         raise ConfigError(f"MASTER_PORT: must be a port, 1 to 65535 (got {port!r:.40})")
     return rank
+
+
+def silence_agent() -> None:
+    """Have PyTorch's elastic agent log nothing: the ranks tell. It must have been imported."""
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith(_ELASTIC)]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from tasks.engine.launch.placement import count_threads
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 
-ELASTIC = "torch.distributed.elastic"  # how its loggers begin
 ASK_EVERY_S = 0.2
 ANSWER_S = 5.0  # of a store whose port is open
 log = logging.getLogger(__name__)
@@ -47,8 +46,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
     count = config.launch.count or max(1, here)
     with _meet_machines(config.launch) as (own_name, run_id), launcher.keep_exit_codes():
         os.environ.setdefault("OMP_NUM_THREADS", str(count_threads(count)))
-        for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
+        launcher.silence_agent()
         start = api.elastic_launch(
             api.LaunchConfig(
                 min_nodes=1,  # so many go on where others are lost

@@ -1,27 +1,30 @@
 """One rank of a training: it joins the others, trains its share and checks that it freed its
-memory. `python -m tasks.engine.launch.rank` is such a process: it is started by PyTorch's
-launcher, gets its job from the process that started the training, and reports all that happens
-to it.
+memory. `python -m tasks.engine.launch.rank FOLDER PARENT` is such a process: PyTorch's agent starts
+it, and everything that it is told and that it tells lies in the folder (processes.py).
 """
 
 from __future__ import annotations
 
+import os
+import sys
+
 if __name__ == "__main__":
     from tasks.engine.launch.parent_death import end_with_parent
 
-    end_with_parent()  # before PyTorch is imported: that takes seconds
+    end_with_parent(int(sys.argv[2]))  # before PyTorch is imported: that takes seconds
+    with open(f"{sys.argv[1]}/printed-{os.environ['RANK']}", "wb") as printed:
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
 
+import faulthandler
+import json
 import logging
-import os
 import pickle
 import signal
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,12 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.distributed.ranks import (
-    LostRank,
-    Meeting,
+    FailedRank,
     Ranks,
     RestartableError,
     describe_peer_error,
     is_lost_peer,
     join_ranks,
-    read_failure,
     read_micro_batches,
     read_ranks_from_environment,
     refuse_different,
@@ -62,14 +63,14 @@ from tasks.engine.training.loop import StopCheck, StopRequest, TrainingLeft, lea
 from tasks.engine.training.shared_model import MicroBatchTooLarge, summarize_ranks
 
 MIB = 1024**2
-ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
 LEAVE_S = 10  # for a checkpoint of all, after a signal
-FIRST_S = 1.0  # for the rank that has failed to say so itself
+FIRST_S = 1.0  # for the rank that has failed to say so itself: the agent ends it with this one
+# Files in the folder of ranks that were started here.
+JOB = "job"  # what all do, and the device of the first
+EVENTS = "events"  # of all ranks, a JSON list a line: its kind, and what belongs to it
+STOP = "stop"  # while it is there, a checkpoint is wanted; whether the training then ends
+FACTS = "facts"  # what was trained
 _logger = logging.getLogger("tasks.engine.launch.rank")  # also of a process that runs this file
-
-
-class FailedRank(RuntimeError):
-    """Another rank failed, in these words: its error itself is there."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Job:
     past: PastRuns
     folder: Path
     resumes: bool
+    tried: tuple[int, ...] = ()  # rows of micro-batches that ranks before these ran short with
 
 
 def train_together(
@@ -107,9 +109,8 @@ def train_together(
         store = meeting.store
         try:
             refuse_different(ranks, _describe_start(job, device))
-            past, resumes, tried = ranks.broadcast(
-                (job.past, job.resumes, read_micro_batches(store) if ranks.is_lead else [])
-            )
+            stored = [*job.tried, *read_micro_batches(store)] if ranks.is_lead else []
+            past, resumes, tried = ranks.broadcast((job.past, job.resumes, stored))
             if tried:
                 past = PastRuns(past.metrics | {"memory/micro_batch": min(tried)})
             facts = trainer.train(
@@ -135,7 +136,7 @@ def train_together(
             raise
         except Exception as error:
             if is_lost_peer(error):
-                raise _failure_of_another(meeting, error) from None
+                raise meeting.explain_loss(error) from None
             store_failure(store, ranks, describe_peer_error(error) or type(error).__name__)
             if isinstance(error, dist.DistError):
                 raise shorten_peer_error(error) from None
@@ -164,14 +165,6 @@ def _agree_on_folder(job: Job, ranks: Ranks) -> Path:
     return folder if sees[ranks.rank] else job.folder
 
 
-def _failure_of_another(meeting: Meeting, error: Exception) -> FailedRank | LostRank:
-    """Return what ends this rank since another one is gone: the words of that one, where it left
-    some; else who has not come, and what this rank heard."""
-    lost = meeting.lost(error)  # by now: for the words it waits
-    failed = read_failure(meeting.store)
-    return lost if failed is None else FailedRank(failed)
-
-
 def _describe_start(job: Job, device: DeviceFacts) -> dict[str, Any]:
     """What all ranks must have been started with."""
     own = ("run.", "data.path", "data.cache")  # places, which each machine may have its own of
@@ -180,89 +173,84 @@ def _describe_start(job: Job, device: DeviceFacts) -> dict[str, Any]:
     return {**settings, "data": data, "torch": torch.__version__, "device.kind": device.kind}
 
 
-class _Sender(logging.Handler):
-    """Sends to the process that asked for this rank: values, and lines of the log."""
+class _Events(logging.Handler):
+    """Appends to the file of all ranks, lines of the log among them; each is written whole."""
 
-    def __init__(self, connection: Connection, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
         super().__init__(logging.INFO if ranks.is_lead else logging.WARNING)
-        self._connection, self._ranks, self._one = connection, ranks, threading.Lock()
+        self._prefix = "" if ranks.is_lead else f"rank {ranks.rank}: "
+        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_APPEND)
 
-    def send(self, kind: str, *values: Any) -> None:
-        with self._one:
-            try:
-                self._connection.send((kind, self._ranks.rank, *values))
-            except OSError:  # nobody is left to hear it
-                os._exit(0)
+    def append(self, kind: str, *values: Any) -> None:
+        os.write(self._file, json.dumps([kind, *values], default=float).encode() + b"\n")
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if not self._ranks.is_lead:
-            text = f"rank {self._ranks.rank}: {text}"
-        self.send("line", record.name, record.levelno, text)
+    def emit(self, entry: logging.LogRecord) -> None:
+        self.append("line", entry.name, entry.levelno, f"{self._prefix}{entry.getMessage()}")
 
 
-class _ReceivedStops:
-    """What the process that asked wants meanwhile; where it is gone, this one ends."""
+def _read_stop(folder: Path, events: _Events) -> StopRequest | None:
+    """Return what the process that asked for this one wants meanwhile."""
+    if not (folder / STOP).exists():
+        return None
+    ends = (folder / STOP).read_text() == "True"
 
-    def __init__(self, connection: Connection, sender: _Sender) -> None:
-        self._connection, self._sender = connection, sender
-        self._ends: list[bool] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+    def act() -> None:
+        (folder / STOP).unlink()
+        if ends:
+            leave_training()
+        events.append("kept")
 
-    def __call__(self) -> StopRequest | None:
-        if not self._ends:
-            return None
-        ends = self._ends.pop()
-
-        def act() -> None:
-            self._sender.send("kept")
-            if ends:
-                leave_training()
-
-        return StopRequest("", ends=ends, act=act)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                self._ends.append(self._connection.recv())
-            except (EOFError, OSError):
-                os._exit(0)
+    return StopRequest("", ends=ends, act=act)
 
 
-def main() -> int:
-    """Return the exit code: 0 where all was reported, AGAIN where the launcher is to start all
-    anew."""
+def main(folder: Path) -> None:
+    """Train as one of the ranks that were started for the job in this folder, and leave there what
+    came of it: events, the facts, or the error that it raises."""
     ranks = read_ranks_from_environment()
-    try:
-        connection = Client(os.environ[ADDRESS])
-        job, first = connection.recv()
-    except (EOFError, OSError):  # nobody is left to hear it; another code would begin all anew
-        return 0
-    sender = _Sender(connection, ranks)
-    logging.getLogger("tasks").addHandler(sender)
-    logging.getLogger("tasks").setLevel(logging.INFO)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    sender.send("here", again, os.getpid())
-    job = replace(job, resumes=job.resumes or again > 0)
-    wishes = _ReceivedStops(connection, sender)
-    try:
-        device = find_rank_device(ranks, first, job.config.device)
-        facts = train_together(job, device, ranks, log=partial(sender.send, "log"), asked=wishes)
-    except TrainingLeft:
-        sender.send("left")
-    except MicroBatchTooLarge:
-        sender.send("too large")
-        return AGAIN
-    except LostRank as error:
-        sender.send("lost", str(error), error.missing)
-        return AGAIN
-    except Exception as error:
-        if isinstance(error, FailedRank):
-            time.sleep(FIRST_S)
-        sender.send("failed", _make_sendable(error))
-    else:
-        sender.send("done", facts if ranks.is_lead else None)
-    return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked hears it
+    with (folder / name_stack(ranks.rank)).open("w") as stack:
+        # So the agent ends one that hangs. It is written also where the interpreter is stuck.
+        faulthandler.register(signal.SIGTERM, stack, all_threads=False, chain=True)
+        try:
+            job, first = pickle.loads((folder / JOB).read_bytes())
+            events = _Events(folder, ranks)
+            logging.getLogger("tasks").addHandler(events)
+            logging.getLogger("tasks").setLevel(logging.INFO)
+            device = find_rank_device(ranks, first, job.config.device)
+            facts = train_together(
+                job,
+                device,
+                ranks,
+                log=partial(events.append, "log"),
+                asked=partial(_read_stop, folder, events),
+            )
+        except TrainingLeft:
+            events.append("left")
+            return
+        except Exception as error:
+            _write_whole(folder / name_error(ranks.rank), _make_sendable(error))
+            if isinstance(error, FailedRank):
+                time.sleep(FIRST_S)
+            raise
+        if ranks.is_lead:
+            _write_whole(folder / FACTS, facts)
+        events.append("end")
+
+
+def name_error(rank: int) -> str:
+    """Return the name of the file with the error that a rank raised."""
+    return f"error-{rank}"
+
+
+def name_stack(rank: int) -> str:
+    """Return the name of the file with the place where a rank was when it was ended."""
+    return f"stack-{rank}"
+
+
+def _write_whole(file: Path, value: Any) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_bytes(pickle.dumps(value))
+    part.replace(file)
 
 
 def follow_lead(config: RunConfig) -> int:
@@ -270,8 +258,8 @@ def follow_lead(config: RunConfig) -> int:
     Returns the exit code: 0 trained, 1 failed, 2 bad input, AGAIN where all are to begin anew."""
     ranks = read_ranks_from_environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lead has them all leave a checkpoint
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: signal.alarm(LEAVE_S))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # one that hangs says where
+        signal.signal(number, lambda *_: faulthandler.dump_traceback_later(LEAVE_S, exit=True))
     try:
         device = replace(
             facts := detect_best_device(choose_device_name(config.device, ranks)),
@@ -308,6 +296,10 @@ def _make_sendable(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    code = 1
+    try:
+        main(Path(sys.argv[1]))
+        code = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # threads of a process group that is broken would keep it

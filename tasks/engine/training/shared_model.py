@@ -51,6 +51,11 @@ class MicroBatchTooLarge(RestartableError):
             f"{-(-rows // 2)}, from the last checkpoint ({'. '.join(why.split('. ')[:2])})"
         )
         self.smaller = -(-rows // 2)
+        self._given = rows, why
+
+    def __reduce__(self) -> tuple[type[MicroBatchTooLarge], tuple[int, str]]:
+        """A process sends it to the one that has started it."""
+        return type(self), self._given
 
 
 class FixedMicroBatches(MicroBatches):

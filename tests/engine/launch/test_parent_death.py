@@ -10,20 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine.launch.parent_death import PARENT
 from tests.conftest import PYTHON, ROOT
 
 SLEEPER = """
-import os, pathlib, signal, time
+import os, pathlib, signal, sys, time
+from tasks.engine.launch.parent_death import end_with_parent
+end_with_parent(int(sys.argv[1]))
 pathlib.Path("pid").write_text(str(os.getpid()))
 os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(100)
 """
 PARENT_CODE = """
 import os, subprocess, sys
-from tasks.engine.launch.parent_death import PARENT
-command = [sys.executable, "-m", "tasks.engine.launch.parent_death", "sleeper"]
-subprocess.run(command, env=os.environ | {PARENT: str(os.getpid())})
+subprocess.run([sys.executable, "-m", "sleeper", str(os.getpid())])
 """
 
 
@@ -59,10 +58,10 @@ def test_a_stopped_process_ends_with_the_one_that_has_started_it(
 def test_one_whose_parent_is_gone_already_does_not_begin(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
-    command = [PYTHON, "-m", "tasks.engine.launch.parent_death", "sleeper"]
     gone = subprocess.Popen([PYTHON, "-c", ""])
     gone.wait()
-    process = subprocess.Popen(command, cwd=tmp_path, env=env | {PARENT: str(gone.pid)})
+    command = [PYTHON, "-m", "sleeper", str(gone.pid)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env)
     try:
         assert process.wait(30) == 0 and not (tmp_path / "pid").exists()
     finally:

@@ -12,8 +12,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
+from tasks.engine.distributed.ranks import LostProcess
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.supervisor import LostProcess
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.training.oom_report import OomExplanation, OomMessage, OutOfMemory

@@ -6,12 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,9 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
-from tasks.engine.launch import supervisor
+from tasks.engine.distributed.ranks import LostProcess
+from tasks.engine.launch import processes
+from tasks.engine.launch.processes import train_in_processes
 from tasks.engine.launch.rank import Job
 from tasks.engine.memory.leaks import LeakError, take_baseline
 from tasks.engine.settings.run_config import RunConfig
@@ -39,7 +39,7 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000
 Exception raised from create at NCCLUtils.cpp:94 (most recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation)"""
 MODEL = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch, torch.distributed
 from torch import nn
 
@@ -54,24 +54,44 @@ class Linear(nn.Module):
     def forward(self, x):
         self.calls += self.training
         is_one = os.environ["RANK"] == "1" and self.calls == 30
-        if self.fault == "lost" and is_one and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        is_first = is_one and not os.path.exists("begun")
+        if is_one:
+            open("begun", "w").close()
+        if self.fault == "lost" and is_first:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "always lost" and is_one:
             os.kill(os.getpid(), signal.SIGKILL)
         is_large = self.training and len(x) > 9 and self.calls > 15
         if self.fault == "greedy" and os.environ["RANK"] == "1" and is_large:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        if self.fault == "hangs" and is_one and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if self.fault == "hangs" and is_first:
             time.sleep(1000)
         if self.fault == "slow" and self.training:
             time.sleep(0.05)
         if self.fault.startswith("NCCL") and is_one:
             raise torch.distributed.DistBackendError(self.fault)
+        if self.fault == "aborts" and is_one:
+            time.sleep(1000)
+        if self.fault == "aborts" and self.training and self.calls == 30:
+            threading.Timer(3, os.abort).start()
+        if self.fault == "exits" and is_one:
+            print("the disk of my table is full", file=sys.stderr, flush=True)
+            os._exit(7)
         if self.fault == "leak" and is_one:
             sys.kept = [torch.ones(1000)]
         if self.fault == "wrong" and is_one:
             raise ValueError("the thirtieth batch is not for me")
         return self.layer(x.flatten(1))
+"""
+
+ENDLESS = """
+_events = sys.modules["__main__"]._Events
+write, is_one = _events.append, os.environ["RANK"] == "1"
+def append(self, kind, *values):
+    if kind == "end" and is_one:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    write(self, kind, *values)
+_events.append = append
 """
 
 
@@ -94,7 +114,7 @@ def _train(
         }
     )
     logged: list[tuple[str, int]] = []
-    facts = supervisor.train_in_processes(
+    facts = train_in_processes(
         Job(config, prepare_dataset(config.data), PastRuns(), folder, resumes=False),
         detect_best_device("cpu"),
         processes=2,
@@ -106,11 +126,11 @@ def _train(
 
 
 def _left() -> list[psutil.Process]:
-    """Launchers that this process has started and that still run."""
+    """Ranks that this process has started and that still run."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            found += [process] * ("torch.distributed.run" in process.cmdline())
+            found += [process] * ("tasks.engine.launch.rank" in process.cmdline())
     return found
 
 
@@ -121,6 +141,7 @@ def test_a_lost_process_begins_again_with_the_others_and_every_value_is_logged_o
     with caplog.at_level(logging.INFO, "tasks"):
         facts, logged = _train(tmp_path, "lost")
     assert facts.steps == 69 and facts.tags["ranks.restarts"] == "1"
+    assert facts.tags["ranks.lost"] == "rank 1 was ended by SIGKILL"
     assert facts.tags["ranks"] == "2" and int(facts.tags["resumed_from_step"]) in (10, 20)
     assert len(logged) == len(set(logged))
     assert {step for name, step in logged if name == "train/loss"} == {*range(10, 70, 10), 69}
@@ -170,43 +191,39 @@ def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_p
 def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_path: Path) -> None:
     own("agents_own", MODEL)
     said = r"launch.processes: .* more often than run.retries allows \(1\): rank 1 .* by SIGKILL"
-    with pytest.raises(supervisor.LostProcess, match=said):
+    with pytest.raises(LostProcess, match=said):
         _train(tmp_path, "always lost")
     assert not _left()
 
 
-def _on_checkpoint(folder: Path, act: Callable[[], None], times: int = 1) -> Callable[[], None]:
-    """Whether to stop, as the supervisor asks: it acts once after each checkpoint, `times`."""
-    seen: list[list[int]] = []
+def _on_checkpoint(folder: Path, act: Callable[[], None]) -> Callable[[], None]:
+    """A check whether to stop, which acts once, after the first checkpoint."""
+    acted: list[int] = []
 
     def asked() -> None:
-        there = list_steps(folder / "checkpoints")  # written to their end
-        if there and len(seen) < times and there not in seen and _left():
-            seen.append(there)
+        if not acted and list_steps(folder / "checkpoints") and len(_left()) == 2:
+            acted.append(1)
             act()
 
     return asked
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_lost_launcher_is_told_and_all_begin_again_to_the_same_bits(
-    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+def _find_rank(number: int) -> psutil.Process:
+    (found,) = [rank for rank in _left() if rank.environ()["RANK"] == str(number)]
+    return found
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_is_named_and_all_begin_again_to_the_same_bits(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    """It was FAILED, "ended without a result (they printed nothing)", and its ranks went on."""
     own("agents_own", MODEL)
     _train(tmp_path / "whole")
-    ranks: list[psutil.Process] = []
-
-    def kill() -> None:
-        (launcher,) = _left()
-        ranks.extend(launcher.children())
-        launcher.send_signal(number)
-
     folder = tmp_path / "lost"
     with caplog.at_level(logging.INFO, "tasks"):
-        facts, logged = _train(folder, "slow", asked=_on_checkpoint(folder, kill))
-    assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
-    told = f"their launcher was ended by {number.name}"
+        asked = _on_checkpoint(folder, lambda: _find_rank(number).kill())
+        facts, logged = _train(folder, "slow", asked=asked)
+    told = f"rank {number} was ended by SIGKILL"
     assert facts.tags["ranks.restarts"] == "1" and facts.tags["ranks.lost"] == told
     assert f"lost: {told}" in caplog.text and "last checkpoint (1 of 1)" in caplog.text
     assert int(facts.tags["resumed_from_step"]) >= 10 and len(logged) == len(set(logged))
@@ -215,21 +232,14 @@ def test_a_lost_launcher_is_told_and_all_begin_again_to_the_same_bits(
     assert not _left()
 
 
-def test_a_launcher_that_is_lost_again_and_again_ends_the_training(
+def test_a_process_that_ends_itself_is_named_with_its_code_and_its_last_words(
     own: Own, tmp_path: Path
 ) -> None:
     own("agents_own", MODEL)
-    ranks: list[psutil.Process] = []
-
-    def kill() -> None:
-        ranks.extend(_left()[0].children())
-        _left()[0].kill()
-
-    with pytest.raises(
-        supervisor.LostProcess, match=r"allows \(1\): their launcher was ended by SIGK"
-    ):
-        _train(tmp_path, "slow", asked=_on_checkpoint(tmp_path, kill, times=2))
-    assert len(ranks) == 4 and not any(rank.is_running() for rank in ranks) and not _left()
+    said = r"rank 1 ended with code 7 \(.*the disk of my table is full"
+    with pytest.raises(LostProcess, match=said):
+        _train(tmp_path, "exits")
+    assert not _left()
 
 
 @pytest.mark.parametrize("fault", ["hangs", "is stopped"])
@@ -240,21 +250,29 @@ def test_who_does_not_come_is_named_given_up_and_begun_again(
     own("agents_own", MODEL)
     began_s = time.monotonic()
 
-    def stop() -> None:
-        for rank in _left()[0].children():
-            if rank.environ()["RANK"] == "1":
-                rank.suspend()
-
-    asked = _on_checkpoint(tmp_path, stop) if fault == "is stopped" else lambda: None
+    asked = (
+        _on_checkpoint(tmp_path, lambda: _find_rank(1).suspend())
+        if fault == "is stopped"
+        else lambda: None
+    )
     with caplog.at_level(logging.INFO, "tasks"):
         facts, _ = _train(tmp_path, fault, timeout_s=20, asked=asked)
-    what = r"is at agents_own.py:\d+, forward" if fault == "hangs" else "tells nothing any more"
-    named = rf"no step for \d+ s: rank 1 has not come \(.*, process \d+; it {what}\)"
-    given_up = r"\(given up after 20 s: launch.timeout_s\)"
-    assert re.search(rf"{named} {given_up}", caplog.text), caplog.text
-    assert re.match(rf"{named} \(Timed out waiting", facts.tags["ranks.lost"])
+    named = r"rank 1 \(.*, process \d+\) did not come \(Timed out waiting 20000ms .*\)"
+    place = r"; rank 1 was at agents_own.py:\d+, forward" if fault == "hangs" else ""
+    assert re.fullmatch(f"{named}{place}", facts.tags["ranks.lost"]), facts.tags["ranks.lost"]
+    assert facts.tags["ranks.lost"] in caplog.text
     assert facts.tags["ranks.restarts"] == "1" and facts.steps == 69
     assert time.monotonic() - began_s < 150 and not _left()
+
+
+def test_where_pytorch_ends_one_that_waits_the_others_are_named_with_their_place(
+    own: Own, tmp_path: Path
+) -> None:
+    """As the watchdog of NCCL does."""
+    own("agents_own", MODEL)
+    said = r"rank 0 was ended by SIGABRT; rank 1 was at agents_own.py:\d+, forward"
+    with pytest.raises(LostProcess, match=said):
+        _train(tmp_path, "aborts")
 
 
 def test_an_error_that_no_new_start_cures_is_raised_in_its_own_words(
@@ -307,7 +325,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
     own("agents_own", MODEL)
     script = (
         "import sys; from pathlib import Path;"
-        "from tests.engine.launch.test_supervisor import _train;"
+        "from tests.engine.launch.test_processes import _train;"
         f"_train(Path({str(tmp_path)!r}), epochs=5000)"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), "."])}
@@ -320,7 +338,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.02 if when == "starting" else 0.1)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 3 or when == "starting"  # the launcher and two ranks
+        assert len(children) == 2 or when == "starting"
         if when == "stopped":
             for one in children:
                 one.suspend()
@@ -335,34 +353,11 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
     assert not left
 
 
-def test_one_that_is_gone_before_it_has_its_job_keeps_no_other_from_its_own(tmp_path: Path) -> None:
-    """Nobody was given one any more, and the training waited for ever."""
-    with Listener() as listener, subprocess.Popen([sys.executable, "-c", ""]) as launcher:
-        ranks = supervisor._LaunchedRanks(launcher, tmp_path / "printed")
-        Client(listener.address).close()
-        job = ("a job", "a device")
-        threading.Thread(target=ranks.accept, args=(listener, *job), daemon=True).start()
-        with Client(listener.address) as second:
-            assert second.poll(10) and second.recv() == job
-        ranks.end()
-
-
-def test_a_launcher_that_starts_nobody_is_given_up_and_all_begin_again(
+def test_one_that_is_stopped_at_its_end_keeps_no_result(
     own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped at the start: the run was RUNNING for ever."""
-    own("agents_own", MODEL)
-    monkeypatch.setattr(supervisor, "LAUNCH_S", 0.0)
-    stopped: list[psutil.Process] = []
-
-    def stop() -> None:
-        while not stopped:
-            stopped.extend(_left())
-            time.sleep(0.01)
-        stopped[0].suspend()
-
-    threading.Thread(target=stop, daemon=True).start()
-    facts, _ = _train(tmp_path, wait_s=20)
-    told = "their launcher started none of them within 20 s"
-    assert facts.tags["ranks.restarts"] == "1" and facts.tags["ranks.lost"] == told
-    assert facts.steps == 69 and not stopped[0].is_running() and not _left()
+    """The agent waits for all of them, for as long as one is stopped."""
+    own("agents_own", MODEL + ENDLESS)
+    monkeypatch.setattr(processes, "END_S", 1.0)
+    facts, _ = _train(tmp_path)
+    assert facts.steps == 69 and "ranks.restarts" not in facts.tags and not _left()
