@@ -51,7 +51,7 @@ from tasks.engine.training.admission import (
     PastRuns,
     make_forecast_figures,
 )
-from tasks.engine.training.check_training import check_training
+from tasks.engine.training.check_training import check_plan
 from tasks.engine.training.loop import (
     LoopTools,
     StopCheck,
@@ -133,7 +133,9 @@ def train(
 def _train(plan: Plan, order: Order) -> TrainFacts:
     """The recipe of a training: each line is a page of its own."""
     ranks, watch = order.ranks, Stopwatch()
-    checked = check_training(plan)
+    plan = check_plan(plan)
+    checked = plan.model_check
+    assert checked is not None
     with ExitStack() as stack:
         place = stack.enter_context(take_place(plan, checked, past=order.past, ranks=ranks))
         accounts = Accounts(
