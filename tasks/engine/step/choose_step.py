@@ -187,7 +187,7 @@ class TunedStep:
         replay and the model is one that may be. threads: to try beside those of now. rows: of a
         whole batch; 0: of the first. recorded: called once steps are replayed from a graph, with
         what that keeps beside the batch."""
-        self._plain, self._mode, self._left = step, mode, steps
+        self.plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
         self._threads = threads
@@ -209,7 +209,7 @@ class TunedStep:
         if self._shape is None and count_rows(y) >= self._rows:
             self._shape = shape
         if shape != self._shape or watched is Watched.COUNTED:
-            return self._plain(x, y, norm=norm, watched=watched)
+            return self.plain(x, y, norm=norm, watched=watched)
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
         return self._try(x, y, norm=norm, watched=watched)
@@ -229,7 +229,7 @@ class TunedStep:
         self._threads, before = state["threads"], StepChoice(**state["verdict"])
         mode = before.compiled.partition("+")[0]
         if mode == "no":
-            self._best, self._script, self.verdict = self._plain, None, before
+            self._best, self._script, self.verdict = self.plain, None, before
         elif mode != "graph":
             self.verdict, self._script = before, self._compile_as_asked(mode)
             self._advance(None)
@@ -294,7 +294,7 @@ class TunedStep:
             )
         if failure:
             log.warning("train.compile: %s", failure)
-            outcome = self._plain(x, y, norm=norm, watched=watched)
+            outcome = self.plain(x, y, norm=norm, watched=watched)
         else:
             self._wait()
             took_s = perf_counter() - began
@@ -312,7 +312,7 @@ class TunedStep:
     def _choose_threads(self) -> TrialSteps:
         """Few threads, unless more are clearly faster: they suffer less from others."""
         few, many = (
-            ThreadedStep(self._plain, threads)
+            ThreadedStep(self.plain, threads)
             for threads in sorted((torch.get_num_threads(), self._threads))
         )
         few_s, many_s = [(yield from _time_warm_step(few))], [(yield from _time_warm_step(many))]
@@ -321,17 +321,17 @@ class TunedStep:
             many_s.append((yield from _time_step(many)))
         best = many if _compute_median(many_s) < FASTER * _compute_median(few_s) else few
         torch.set_num_threads(best.threads)
-        self._best = self._plain
+        self._best = self.plain
 
     def _choose_by_measure(self) -> TrialSteps:
         """auto."""
         for _ in range(WARM_UP):
-            yield self._plain
-        plain_s = (yield from _time_step(self._plain)) or 0.0
-        best: StepTaker = self._plain
+            yield self.plain
+        plain_s = (yield from _time_step(self.plain)) or 0.0
+        best: StepTaker = self.plain
         best_s, name = plain_s, "no"
         if self._graphs and plain_s < GRAPH_BELOW_S and self._left > REPLAY_TRIED_ABOVE:
-            graphed = self._make_graphed(self._plain)
+            graphed = self._make_graphed(self.plain)
             graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, "graph"
@@ -343,7 +343,7 @@ class TunedStep:
         if refusal:
             self._settle(best, StepChoice(name, f"{said}; {refusal}", plain_s))
             return
-        fast_step = compile_step(self._plain, "default")
+        fast_step = compile_step(self.plain, "default")
         fast: StepTaker = fast_step
         if name == "graph":
             fast = self._make_graphed(fast_step)
@@ -362,7 +362,7 @@ class TunedStep:
 
     def _compile_as_asked(self, mode: str) -> TrialSteps:
         """default and max: compiled from the first step on; replayed where that is faster."""
-        fast_step = compile_step(self._plain, mode)
+        fast_step = compile_step(self.plain, mode)
         first_s = yield fast_step
         best_s = yield from _time_warm_step(fast_step)
         best: StepTaker = fast_step
