@@ -255,6 +255,12 @@ class TunedStep:
         return True
 
     @property
+    def settled(self) -> StepTaker:
+        """Return what takes the steps from now on: the plain step itself, where all trials are over
+        and none was better."""
+        return self.plain if self._script is None and self._best is self.plain else self
+
+    @property
     def has_recorded(self) -> bool:
         """Return whether a step was recorded as a graph, also where it was no faster or was
         given up."""

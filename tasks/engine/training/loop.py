@@ -90,6 +90,7 @@ def fit_model(
             model.train()
             batch = 0 if train.begins_again else state.position.batch
             order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            take_step = state.choose_step()
             accounts.begin_epoch(epoch, step + 1)
             batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
@@ -99,7 +100,7 @@ def fit_model(
                 step, batch = step + 1, batch + 1
                 is_read = accounts.is_log_point
                 with accounts.count_step((x, y)):
-                    outcome = state.step(x, y, norm=is_read, watched=accounts.watched)
+                    outcome = take_step(x, y, norm=is_read, watched=accounts.watched)
                 step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
                 sums = sum_rows(x, y) if is_summed else ()
@@ -107,8 +108,10 @@ def fit_model(
                 nan_origin = NanOrigin(sums, tuple(state.outputs)) if is_blamed else NO_ORIGIN
                 accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
                 state.outputs.clear()
-                if is_read and accounts.is_short_of_memory():
-                    state.micro.ease("the allocator had to free its cache twice running")
+                if is_read:
+                    take_step = state.choose_step()
+                    if accounts.is_short_of_memory():
+                        state.micro.ease("the allocator had to free its cache twice running")
                 del x, y  # gone before the next ones come
                 state.position = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first

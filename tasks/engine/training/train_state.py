@@ -94,6 +94,10 @@ class TrainState:
         assert isinstance(self.step, TunedStep)
         return self.step
 
+    def choose_step(self) -> StepTaker:
+        """Return what takes the next steps, without what stands before it only to try others."""
+        return self.step.settled if isinstance(self.step, TunedStep) else self.step
+
     def find_eval_rows(self) -> int | None:
         """Return the rows of the largest batch of an evaluation; None where one takes all rows."""
         val = self.val
