@@ -28,7 +28,7 @@ from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan, make_plan
-from tasks.engine.training import check_training
+from tasks.engine.training.check_training import check_plan
 
 T = TypeVar("T")
 
@@ -76,7 +76,9 @@ class Trial:
     @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * check_training.check_training(self.plan).work
+        check = check_plan(self.plan).model_check
+        assert check is not None
+        return self.config.train.batch_size * check.work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
         return make_autocast(self.precision, self.target)

@@ -20,8 +20,8 @@ from tasks.engine.device.memory_limit import compute_room_bytes
 from tasks.engine.settings.read_settings import check_imports, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import check_training
 from tasks.engine.training.admission import read_free_bytes
+from tasks.engine.training.check_training import check_plan
 from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
 from tasks.engine.training.loop_forecast import TAKEN_MIB, make_absent_gpu
 from tasks.run.preflight import prepare_and_check
@@ -57,7 +57,7 @@ def forecast_on_gpus(config: RunConfig, asked: dict[str, float]) -> list[GpuFore
     check_data(config.data)
     here = detect_best_device("cpu")
     data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    check_training.check_training(make_plan(config, here, data))
+    check_plan(make_plan(config, here, data))
     return [_forecast_on_gpu(config, data, here, name, size) for name, size in asked.items()]
 
 

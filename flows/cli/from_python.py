@@ -24,7 +24,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import describe_setting, list_settings
 from tasks.run.flow_run import CalledFlow, run_at_desk
 from tasks.run.gate import GateFailed
-from tasks.run.preflight import BAD_INPUT, resolve_and_check
+from tasks.run.preflight import BAD_INPUT, mark_checked, resolve_and_check
 from tasks.run.resume import read_resumed_settings
 
 
@@ -62,9 +62,10 @@ def _train_from_python(
         asked = resolve_and_check(given, overrides)
         run: dict[str, Any]
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run = run_flow(config=asked, resume=resume)
+            with mark_checked(asked):
+                run = run_flow(config=asked, resume=resume)
             return run
-        with train_command.set_up_call():
+        with mark_checked(asked), train_command.set_up_call():
             run = run_at_desk(run_flow, function, config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None

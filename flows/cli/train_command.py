@@ -274,12 +274,14 @@ def _train_in_flow(asked: Namespace) -> int:
         from flows.train import train
         from tasks.run.flow_run import ASKED_AT
         from tasks.run.gate import GateFailed
+        from tasks.run.preflight import mark_checked
         from tasks.run.record import find_last_ended
 
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
     try:
-        train(asked.config, resume=asked.resume)
+        with mark_checked(asked.config):
+            train(asked.config, resume=asked.resume)
     except GateFailed as failed:
         print(f"gate.fail: the run is {failed}", file=sys.stderr)
         return 1

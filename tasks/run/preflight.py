@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tasks.engine.settings.read_settings import (
 )
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan, make_plan
-from tasks.engine.training import check_training
+from tasks.engine.training.check_training import check_plan
 from tasks.engine.training.forecast import UnforeseeableMemory
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
@@ -37,17 +39,33 @@ JOURNAL_BYTES, DATABASE_BYTES = 200, 1000
 # What it left beside these: report, plots and example, their copy, a new database.
 RECORD_BYTES, COPY_BYTES, NEW_BYTES = 1 * MIB, 1 * MIB, 2 * MIB
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, UnforeseeableMemory)
+_checked: ContextVar[RunConfig | None] = ContextVar("_checked", default=None)
 
 
 def resolve_and_check(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
     """Return the settings with `overrides` applied; import paths, data's head and what a launcher
     has set are checked. Raises ConfigError or DataError.
+
+    A flow that is run by a command or from Python takes settings that were checked there.
     """
     launcher.read_rank()
-    config = restore_config_secrets(override_config(config, overrides))
+    config = override_config(config, overrides)
+    if config == _checked.get():
+        return config
+    config = restore_config_secrets(config)
     check_imports(config)
     check_data(config.data)
     return config
+
+
+@contextmanager
+def mark_checked(config: RunConfig) -> Iterator[None]:
+    """Let the flow that is run inside take these settings without looking at them again."""
+    token = _checked.set(config)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
 
 
 def prepare_and_check(
@@ -65,22 +83,24 @@ def prepare_and_check(
     known = {} if known is None else known
     if (key := repr(how)) not in known:
         known[key] = prepare_dataset(how[0], batch_size=how[1], seed=how[2])
-    plan = make_plan(config, device, known[key])
-    check_training.check_training(plan)
-    return plan
+    return check_plan(make_plan(config, device, known[key]))
 
 
-def check_fit(plan: Plan) -> None:
-    """Refuse a model or a setting that this data can't have, and a record that finds no room.
+def check_fit(plan: Plan) -> Plan:
+    """Return the plan, checked: refuse a model or a setting that this data can't have, and a record
+    that finds no room.
 
     Raises ModelError, ConfigError or TrackingError.
     """
-    weights_bytes = check_training.check_training(plan).weights_bytes
+    plan = check_plan(plan)
+    assert plan.model_check is not None
+    weights_bytes = plan.model_check.weights_bytes
     train = plan.settings.train
     log_points = plan.steps // train.log_every
     if train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * train.patience // train.epochs)
     check_disk_space(read_tracking_settings(), weights_bytes=weights_bytes, log_points=log_points)
+    return plan
 
 
 def check_disk_space(where: TrackingSettings, *, weights_bytes: int, log_points: int) -> None:

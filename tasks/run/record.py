@@ -110,11 +110,12 @@ class Record(Recording):
             self.keep_release(error.facts)
 
     def begin(self, plan: Plan) -> Plan:
-        """Open the run in MLflow, for what is planned, and learn what comparable runs measured.
+        """Open the run in MLflow, for what is planned, and learn what comparable runs measured;
+        return the plan, checked.
 
         Raises ModelError, ConfigError or TrackingError where that can't be done, or trained.
         """
-        check_fit(plan)
+        plan = check_fit(plan)
         self._claim.check(plan)
         self._follow_claim()
         self._found.tags |= self._make_first_tags(plan)

@@ -7,7 +7,6 @@ tensor each function costs one isinstance check more than the tensor's own.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -250,11 +249,6 @@ def unpack_rows(packed: Any, rows: int) -> Any:
         make = getattr(type(packed), "_make", type(packed))
         return make(unpack_rows(value, rows) for value in packed)
     return packed
-
-
-def hash_rows(packed: Any) -> str:
-    """Return a checksum of what `pack_rows` packed."""
-    return hashlib.sha256(repr(packed).encode()).hexdigest()
 
 
 def _get_dtype_name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,7 +34,7 @@ from tasks.engine.checkpoint.sharded_files import (
     select_rank_part,
     write_sharded_checkpoint,
 )
-from tasks.engine.checkpoint.training_state import HostCopies, Stateful
+from tasks.engine.checkpoint.training_state import HostCopies
 from tasks.engine.distributed.ranks import Ranks, is_lost_peer
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
@@ -58,8 +58,22 @@ class TrainingPosition(NamedTuple):
     rows: int = 0  # trained on, each as often as it was
 
 
+class Training(Protocol):
+    """A training whose state can be kept and restored; see training_state.Stateful."""
+
+    position: TrainingPosition
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, in dicts, lists and tuples, by the names of its parts.
+        The tensors are copied before the training goes on."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where `state` was taken. Raises StateMismatch."""
+
+
 class Checkpoints:
-    """The checkpoints of one training, in one folder."""
+    """The checkpoints of one training, in one folder. It is handed the training at each call, and
+    keeps none: in a ring of references, a model would stay until the next collection."""
 
     def __init__(
         self,
@@ -83,7 +97,6 @@ class Checkpoints:
         self._together = Ranks() if mesh is None else ranks
         self._writers = self._together.make_side_group()
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
-        self._parts: dict[str, Stateful] = {}
         self._writer: threading.Thread | None = None
         self._saved_at, self._saved_step = now_s(), -1
         self._cost_s = 0.0  # of the last one, on both threads
@@ -100,26 +113,20 @@ class Checkpoints:
         off = CheckpointConfig(every_s=None)
         return Checkpoints(Path(), off, HostCopies(torch.device("cpu")), about={})
 
-    def follow(self, **parts: Stateful) -> None:
-        """Add the parts to keep, by name."""
-        self._parts |= parts
-
-    def resume(self) -> TrainingPosition:
-        """Restore all parts from the newest intact checkpoint, and return its position; the
-        start where there is none. Raises StateMismatch and NewerCheckpoint, and
-        DamagedCheckpoint where there are only damaged ones."""
+    def resume(self, training: Training) -> None:
+        """Restore the training from the newest intact checkpoint; it stays as it is where there is
+        none. Raises StateMismatch and NewerCheckpoint, and DamagedCheckpoint where there are only
+        damaged ones."""
         found = None
         if self._resumes and self._mesh is not None:
             found = read_newest(self.folder, self._ranks, self._mesh)
         elif self._resumes:
             found = self._ranks.broadcast(read_newest(self.folder) if self._ranks.is_lead else None)
         if found is None:
-            return TrainingPosition()
+            return
         changed = refuse_other_training(found.about, self._about)
-        for name, part in self._parts.items():
-            if name in found.state:
-                part.restore(found.state[name])
-        position = TrainingPosition(**found.about["position"])
+        training.load_state_dict(found.state)
+        training.position = position = TrainingPosition(**found.about["position"])
         self._saved_step, self._best_step = position.step, found.about["best_step"]
         self._resumed = {"resumed_from_step": str(position.step)}
         if code := describe_changed_code(found.about, self._about):
@@ -132,36 +139,35 @@ class Checkpoints:
             f"{position.step:,}",
             "".join(f"; {text}" for text in changed),
         )
-        return position
 
-    def end_step(self, position: TrainingPosition) -> None:
+    def end_step(self, training: Training) -> None:
         """Write a checkpoint, if it is time to; this step is done."""
         every = self._chosen.every_steps
-        if (every and position.step % every == 0) or self._together.broadcast_flag(self._is_late()):
-            self.save(position)
+        is_due = every is not None and training.position.step % every == 0
+        if is_due or self._together.broadcast_flag(self._is_late()):
+            self.save(training)
 
-    def end_epoch(self, position: TrainingPosition, *, is_best: bool) -> None:
+    def end_epoch(self, training: Training, *, is_best: bool) -> None:
         """Write a checkpoint, if it is time to; this epoch and its evaluation are done."""
         is_cheap = self._cost_s <= COST_SHARE * (self._now_s() - self._saved_at)
         if is_best and self._chosen.is_on and self._together.broadcast_flag(is_cheap):
-            self.save(position, is_best=True)
+            self.save(training, is_best=True)
         else:
-            self.end_step(position)
+            self.end_step(training)
 
-    def save(
-        self, position: TrainingPosition, *, is_best: bool = False, last: bool = False
-    ) -> None:
+    def save(self, training: Training, *, is_best: bool = False, last: bool = False) -> None:
         """Write a checkpoint now. While another one is being written this one is passed over;
         the last one is waited for."""
         if not self._chosen.is_on:
             return
         is_busy = self._writer is not None and self._writer.is_alive()
-        is_due = last or not (is_busy or position.step == self._saved_step)
+        step = training.position.step
+        is_due = last or not (is_busy or step == self._saved_step)
         if not self._together.broadcast_flag(is_due):
             return
         self._wait()
-        if position.step != self._saved_step:
-            self._save(position, is_best=is_best)
+        if step != self._saved_step:
+            self._save(training, is_best=is_best)
         if last:
             self._wait()
 
@@ -175,11 +181,12 @@ class Checkpoints:
             return {}
         return {"checkpoint/written": float(self.written), "time/checkpoint_copy_s": self.copy_s}
 
-    def finish(self, position: TrainingPosition) -> None:
+    def finish(self, training: Training) -> None:
         """Write a checkpoint at the end, and remove the others."""
-        self.save(position, last=True)
-        if self._saved_step == position.step and self._ranks.is_lead:
-            checkpoint_files.remove_other_steps(self.folder, {position.step})
+        self.save(training, last=True)
+        step = training.position.step
+        if self._saved_step == step and self._ranks.is_lead:
+            checkpoint_files.remove_other_steps(self.folder, {step})
 
     def let_go_on(self) -> None:
         """Wait, on the device, before the next step changes what is being copied."""
@@ -193,11 +200,11 @@ class Checkpoints:
         every_s = self._chosen.every_s
         return every_s is not None and self._now_s() - self._saved_at >= every_s
 
-    def _save(self, position: TrainingPosition, *, is_best: bool) -> None:
-        began_s = self._now_s()
+    def _save(self, training: Training, *, is_best: bool) -> None:
+        began_s, position = self._now_s(), training.position
         tensors: dict[str, Any] = {}
         try:
-            plain = flatten_state({name: p.state() for name, p in self._parts.items()}, tensors)
+            plain = flatten_state(training.state_dict(), tensors)
         except UnsavableState as error:
             self._warn_once(
                 f"no checkpoint can be written: {error}, which only pickling could keep"

@@ -24,7 +24,7 @@ from tasks.engine.step import optim, own_model
 from tasks.engine.step.averaging import choose_count
 from tasks.engine.step.losses import WatchedLoss, find_own_loss, make_loss
 from tasks.engine.step.micro_batches import MicroBatching
-from tasks.engine.step.optimizer_step import Count, Loss, Step, stop_empty_gradients
+from tasks.engine.step.optimizer_step import Count, Loss, Step, return_one, stop_empty_gradients
 from tasks.engine.step.plan import Plan
 
 
@@ -55,15 +55,6 @@ def choose_forward(
     if is_import_path(name):
         return partial(make_own_forward, takes_loss=find_own_loss(train, data))
     return BuiltinForward
-
-
-@dataclass(frozen=True)
-class Shared:
-    """How several processes take one step: as the model is then called, and how much their mean
-    counts the rows of this one. Empty where one process trains."""
-
-    parallel: ParallelModel | None = None
-    weight: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,27 +94,34 @@ def make_step(
     mark: Callable[[str], None],
     device: torch.device | None = None,
     outputs: list[tuple[str, Tensor]] | None = None,
-    shared: Shared = Shared(),  # noqa: B008 (frozen)
+    parallel: ParallelModel | None = None,
+    weight: Callable[[], float] = return_one,
     count: Count | None = None,
     breaks_on_nothing: bool = False,
 ) -> Step:
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
-    where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
-    averaging.choose_count; breaks_on_nothing: see averaging.Averaging.
+    where to keep what a loss of the user's own was given; see losses.NanOrigin. parallel, weight:
+    where several processes take one step, how the model is then called, and how much their mean
+    counts the rows of this one. count: see averaging.choose_count; breaks_on_nothing: see
+    averaging.Averaging.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
     if outputs is not None and is_import_path(train.loss):
         loss = WatchedLoss(train.loss, loss, outputs)
     forward = choose_forward(plan.settings.model.name, train, data)(model)
-    if shared.parallel is not None:
-        forward = replace(forward, model=shared.parallel)
-    step = Step(
-        compute=_Compute(shared.parallel or model, loss)
-        if isinstance(forward, BuiltinForward)
-        else _OwnCompute(forward, loss),
+    if parallel is not None:
+        forward = replace(forward, model=parallel)
+    compute: Loss = _Compute(parallel or model, loss)
+    compute_part = None
+    if not isinstance(forward, BuiltinForward):
+        compute = _OwnCompute(forward, loss)
+        compute_part = replace(compute, may_be_empty=True) if breaks_on_nothing else None
+    return Step(
+        compute=compute,
+        compute_part=compute_part,
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16"),
         autocast=make_autocast(plan.precision, device),
@@ -131,11 +129,9 @@ def make_step(
         micro=micro,
         mark=mark,
         count=count or choose_count(train, data),
-        parallel=shared.parallel,
+        parallel=parallel,
+        weight=weight,
     )
-    if breaks_on_nothing and isinstance(step.compute, _OwnCompute):
-        step = replace(step, compute_part=replace(step.compute, may_be_empty=True))
-    return step if shared.weight is None else replace(step, weight=shared.weight)
 
 
 def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:

@@ -166,7 +166,7 @@ class TunedStep:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
         replay and the model is one that may be. rows: of a whole batch; 0: of the first. recorded:
         called once steps are replayed from a graph, with what that keeps beside the batch."""
-        self._plain, self._mode, self._left = step, mode, steps
+        self.plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
         self._rows = rows  # of whole batches: only these are tried and compiled
@@ -187,7 +187,7 @@ class TunedStep:
         if self._shape is None and count_rows(y) >= self._rows:
             self._shape = shape
         if shape != self._shape or watched is Watched.COUNTED:
-            return self._plain(x, y, norm=norm, watched=watched)
+            return self.plain(x, y, norm=norm, watched=watched)
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
         return self._try(x, y, norm=norm, watched=watched)
@@ -206,7 +206,7 @@ class TunedStep:
         before = StepChoice(**state["verdict"])
         mode = before.compiled.partition("+")[0]
         if mode == "no":
-            self._best, self._script, self.verdict = self._plain, None, before
+            self._best, self._script, self.verdict = self.plain, None, before
         elif mode != "graph":
             self.verdict, self._script = before, self._compile_as_asked(mode)
             self._advance(None)
@@ -230,6 +230,12 @@ class TunedStep:
         self._recorded([])
         log.warning("short of memory: steps are no longer replayed from a graph")
         return True
+
+    @property
+    def settled(self) -> StepTaker:
+        """Return what takes the steps from now on: the plain step itself, where all trials are over
+        and none was better."""
+        return self.plain if self._script is None and self._best is self.plain else self
 
     @property
     def has_recorded(self) -> bool:
@@ -271,7 +277,7 @@ class TunedStep:
             )
         if failure:
             log.warning("train.compile: %s", failure)
-            outcome = self._plain(x, y, norm=norm, watched=watched)
+            outcome = self.plain(x, y, norm=norm, watched=watched)
         else:
             self._wait()
             took_s = perf_counter() - began
@@ -287,12 +293,12 @@ class TunedStep:
     def _choose_by_measure(self) -> TrialSteps:
         """auto."""
         for _ in range(WARM_UP):
-            yield self._plain
-        plain_s = (yield from _time_step(self._plain)) or 0.0
-        best: StepTaker = self._plain
+            yield self.plain
+        plain_s = (yield from _time_step(self.plain)) or 0.0
+        best: StepTaker = self.plain
         best_s, name = plain_s, "no"
         if self._graphs and plain_s < GRAPH_BELOW_S and self._left > REPLAY_TRIED_ABOVE:
-            graphed = self._make_graphed(self._plain)
+            graphed = self._make_graphed(self.plain)
             graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, "graph"
@@ -304,7 +310,7 @@ class TunedStep:
         if refusal:
             self._settle(best, StepChoice(name, f"{said}; {refusal}", plain_s))
             return
-        fast_step = compile_step(self._plain, "default")
+        fast_step = compile_step(self.plain, "default")
         fast: StepTaker = fast_step
         if name == "graph":
             fast = self._make_graphed(fast_step)
@@ -323,7 +329,7 @@ class TunedStep:
 
     def _compile_as_asked(self, mode: str) -> TrialSteps:
         """default and max: compiled from the first step on; replayed where that is faster."""
-        fast_step = compile_step(self._plain, mode)
+        fast_step = compile_step(self.plain, mode)
         first_s = yield fast_step
         best_s = yield from _time_warm_step(fast_step)
         best: StepTaker = fast_step

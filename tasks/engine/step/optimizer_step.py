@@ -28,7 +28,7 @@ Count = Callable[[Any, Any], Any]
 NO_CONTEXT = nullcontext()
 
 
-def _return_one() -> float:
+def return_one() -> float:
     return 1.0
 
 
@@ -66,7 +66,7 @@ class Step:
     # Of a model that several processes train: as it is called, and how much their mean counts the
     # rows of this one.
     parallel: ParallelModel | None = None
-    weight: Callable[[], float] = _return_one
+    weight: Callable[[], float] = return_one
     # The same as compute for micro-batches, where it would give no numbers for one without labels.
     compute_part: Loss | None = None
 
@@ -90,27 +90,25 @@ class Step:
         self.optimizer.zero_grad()
         count, weight = nested.count_rows(y), self.weight()
         if rows >= count:
-            return self._add_gradients(x, y, share=None if weight == 1 else weight, is_last=True)
-        parts = nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
-        losses = [
-            self._add_gradients(*parts[i], share=weight * share, is_last=i + 1 == len(parts))
-            for i, share in enumerate(self._compute_shares(parts))
-        ]
+            parts, shares = [(x, y)], [None if weight == 1 else weight]  # None: all of it
+        else:
+            parts = nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
+            shares = [weight * share for share in self._compute_shares(parts)]
+        losses, is_shared = [], self.parallel is not None
+        for part, share in zip(parts, shares, strict=True):
+            is_last = part is parts[-1]
+            compute = self.compute_part if isinstance(share, Tensor) else None
+            with NO_CONTEXT if is_last else self._work_alone():
+                with self.autocast():
+                    loss = (compute or self.compute)(*part)
+                if share is not None:
+                    loss = scale_loss(loss, share)
+                self.mark("forward")
+                self.scaler.scale(loss).backward()
+            self.mark("communication" if is_last and is_shared else "backward")
+            losses.append(loss.detach())
+            del loss  # with its graph, before the next part comes
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-
-    def _add_gradients(self, x: Any, y: Any, *, share: Any, is_last: bool) -> Tensor:
-        """Return the loss of these rows; add its gradients to what the parameters have. share: how
-        much the loss counts, None for all of it."""
-        compute = self.compute_part if isinstance(share, Tensor) else None
-        with NO_CONTEXT if is_last else self._work_alone():
-            with self.autocast():
-                loss = (compute or self.compute)(x, y)
-            if share is not None:
-                loss = scale_loss(loss, share)
-            self.mark("forward")
-            self.scaler.scale(loss).backward()
-        self.mark("communication" if is_last and self.parallel is not None else "backward")
-        return loss.detach()
 
     def _compute_shares(self, parts: list[Any]) -> list[Any]:
         """Return how much of the batch's loss each part is; on the device where only that knows."""

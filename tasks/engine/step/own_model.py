@@ -5,10 +5,9 @@ sentence that names the line of the user's code where one is at fault.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +130,8 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
 
 
 def check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
-    """Build the model, send two rows through it and try the loss. Raises ModelError,
-    ConfigError.
-
-    Of a model of the user's own the last result is kept, in plain values: a flow checks before
-    a run is opened and again in training.
-    """
+    """Build the model, send two rows through it and try the loss; return what that has shown, in
+    plain values. Raises ModelError, ConfigError."""
     with keep_python_state(find_own_functions(train).values()):
         return _check_model(settings, train, data)
 
@@ -145,14 +140,8 @@ def _check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> 
     name = settings.name
     if not is_import_path(name):
         return _check_builtin_model(settings, train, data)
-    factory = import_callable(name, setting="model.name", refusal=ModelError)
-    facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
-    facts += [data.train_rows, data.fingerprint, nested.hash_rows(data.first_rows)]
-    said = [settings.model_dump(), train.model_dump(), facts]
     try:
-        return _check_own_model(
-            factory, json.dumps(said, default=str), _UnhashedArguments(settings, train, data)
-        )
+        return _check_own_model(settings, train, data)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
@@ -212,22 +201,7 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
         )
 
 
-class _UnhashedArguments:
-    """Carries what the key beside it says already."""
-
-    def __init__(self, settings: ModelConfig, train: TrainConfig, data: DataFacts) -> None:
-        self.settings, self.train, self.data = settings, train, data
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _UnhashedArguments)
-
-
-@lru_cache(maxsize=1)
-def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArguments) -> ModelCheck:
-    settings, train, data = of.settings, of.train, of.data
+def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
     name = settings.name
     model = build_model_on_host(settings, data)
     _refuse_untrainable(model, name)

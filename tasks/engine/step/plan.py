@@ -19,6 +19,7 @@ from tasks.engine.device.detection import resolve_precision
 from tasks.engine.distributed.ranks import read_ranks_from_environment
 from tasks.engine.settings.run_config import RunConfig, TrainConfig
 from tasks.engine.step.cuda_graph import may_replay
+from tasks.engine.step.own_model import ModelCheck
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
     steps: int  # of the whole run
     epochs: int  # that these steps begin
     may_replay: bool  # whether steps may be replayed from a CUDA graph, if that is faster
+    model_check: ModelCheck | None = None  # what check_plan has learnt; None: not checked yet
 
     @property
     def torch_device(self) -> torch.device:

@@ -1,17 +1,18 @@
-"""Refuses a training before a device is touched: settings that contradict its data, and a
-model that cannot be trained on it.
+"""Checks a plan before a device is touched: it refuses settings that contradict the data, and a
+model that cannot be trained on it. What the check has learnt of the model stays in the plan, so
+that nothing after it builds the model only to look at it.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.base.names import list_best_metrics
 from tasks.engine.distributed.sharding import recompute_activations
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.step import optim, own_model
-from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
 
@@ -20,11 +21,14 @@ NOT_SHARED = ("Adafactor", "Muon", "Rprop")
 
 
 @forbid_exit
-def check_training(plan: Plan) -> ModelCheck:
-    """Refuse what can't be trained before a device is touched; return what two rows have shown.
+def check_plan(plan: Plan) -> Plan:
+    """Return the plan with what two rows have shown of its model; one that was checked is returned
+    as it is.
 
-    Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
+    Raises ModelError for the model and ConfigError for a setting that contradicts the data.
     """
+    if plan.model_check is not None:
+        return plan
     config, data = plan.settings, plan.data
     if data.endless and config.train.max_steps is None:
         raise ConfigError(
@@ -60,7 +64,7 @@ def check_training(plan: Plan) -> ModelCheck:
         optim.refuse_parameters(config.optim, model)
         if config.memory.recompute:
             recompute_activations(model)
-    return checked
+    return replace(plan, model_check=checked)
 
 
 def _refuse_evaluations(plan: Plan) -> None:

@@ -1,8 +1,7 @@
-"""The training loop: batch, step, log, and an evaluation after each epoch. It is handed
-everything ready (batches, the step, clocks) and reports through one function, `log(metrics,
-step)`; it waits for the device at readings only, and stops where the loss is no longer a
-number. How long it may go on for now is limited by seconds, a time of the clock, or a request;
-no step is ever cut.
+"""The training loop: batch, step, log, and an evaluation after each epoch. It is handed the state
+of a training, in which all is ready, and reports through one function, `log(metrics, step)`; it
+waits for the device at readings only, and stops where the loss is no longer a number. How long it
+may go on for now is limited by seconds, a time of the clock, or a request; no step is ever cut.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ from datetime import datetime, timedelta
 from itertools import count, islice
 from typing import Any
 
-from torch import Tensor, nn
-
-from tasks.engine.accounts.accounts import Accounts, LoopFacts
+from tasks.engine.accounts.accounts import LoopFacts
 from tasks.engine.base.names import UNLOGGED
 from tasks.engine.base.nested import count_rows
 from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.base.units import format_seconds
-from tasks.engine.batches.batches import Batches
-from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
+from tasks.engine.checkpoint.checkpoints import TrainingPosition
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
-from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
+from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import NO_ORIGIN, NanOrigin, sum_rows
-from tasks.engine.step.micro_batches import MicroBatching, name_oom_phase
-from tasks.engine.step.optim import Optimizer
-from tasks.engine.step.optimizer_step import StepTaker
+from tasks.engine.step.micro_batches import name_oom_phase
+from tasks.engine.step.optim import Plateau
 from tasks.engine.step.plan import Schedule
+from tasks.engine.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -44,49 +40,7 @@ class StopRequest:
     act: Callable[[], None] = lambda: None  # called when it is written: a signal raises here
 
 
-@dataclass(frozen=True)
-class LoopTools:
-    """Everything that the training loop works with."""
-
-    step: StepTaker
-    micro: MicroBatching
-    evaluator: Evaluator
-    optimizer: Optimizer
-    rate: Callable[[int], float]
-    accounts: Accounts
-    judged: Callable[[dict[str, float]], None] = lambda metrics: None  # told of each evaluation
-    speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
-    best: BestWeights = field(default_factory=BestWeights)
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
-    checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
-    stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
-
-    def judge_weights(
-        self, model: nn.Module, val: Batches, *, step: int, epoch: float
-    ) -> dict[str, float]:
-        """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
-        with self.optimizer.use_averages():
-            metrics = evaluate(model, val, self.evaluator)
-        self.accounts.lap("eval")
-        logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
-        self.accounts.log({**logged, "train/epoch": epoch}, step)
-        self.accounts.lap("log")
-        self.best.record(metrics, epoch, cells=self.evaluator.told)
-        self.judged(metrics)
-        return metrics
-
-    def keep_weights(self, model: nn.Module, at: TrainingPosition) -> None:
-        """Keep what was evaluated, where it is time to or it is the best; training goes on."""
-        self.checkpoints.end_epoch(at, is_best=self.best.is_now)
-        self.checkpoints.let_go_on()
-        self.keep_best(model)
-        self.accounts.lap("checkpoint")
-
-    def keep_best(self, model: nn.Module) -> None:
-        """Copy the weights that are logged, where those of now are the best."""
-        if self.best.is_now:
-            with self.optimizer.use_averages():
-                self.best.keep(model)
+StopCheck = Callable[[], StopRequest | None]
 
 
 @dataclass(frozen=True)
@@ -104,72 +58,75 @@ class TrainingResult:
 
 
 def fit_model(
-    model: nn.Module, train: Batches, val: Batches, *, schedule: Schedule, tools: LoopTools
+    state: TrainState, schedule: Schedule, *, check_stop: StopCheck = lambda: None
 ) -> TrainingResult:
-    """Train `model` in place and return the validation metrics reached.
+    """Train the model in place and return the validation metrics reached. check_stop: is called
+    after each step.
 
     Raises Diverged for a loss that is not finite: on a CPU at the next reading, elsewhere at the
     one after it, and at the latest when the epoch ends.
     """
-    t, accounts = tools, tools.accounts
+    model, train, accounts, best = state.model, state.train, state.accounts, state.best
+    checkpoints, optimizer = state.checkpoints, state.optimizer
     metrics: dict[str, float] = {}
     of_epoch = train.count_steps(schedule.batch_size)
     last_step = schedule.count_steps(of_epoch)
-    step_metrics = accounts.begin_training(
-        LoopFacts(last_step, schedule.log_every, t.rate, t.speeds)
-    )
-    t.checkpoints.follow(rows=train, step_metrics=step_metrics)
-    at = t.checkpoints.resume()
-    step, epoch, rows = at.step, at.epoch - (at.batch == 0), at.rows
+    accounts.begin_training(LoopFacts(last_step, schedule.log_every, state.rate, state.speeds))
+    checkpoints.resume(state)
+    begin = state.position
+    step, epoch, rows = begin.step, begin.epoch - (begin.batch == 0), begin.rows
     eval_every = schedule.eval_every_steps
-    t.keep_best(model)  # where the evaluation before was the best
+    _keep_best(state)  # where the evaluation before was the best
     stop: StopRequest | None = None
-    stopped_early = 0 < schedule.patience <= t.best.waited and step < last_step
-    is_judged = at.batch == 0 or (eval_every is not None and step % eval_every == 0)
-    is_done = is_judged and (stopped_early or (at.batch == 0 and step == last_step))
+    stopped_early = 0 < schedule.patience <= best.waited and step < last_step
+    is_judged = begin.batch == 0 or (eval_every is not None and step % eval_every == 0)
+    is_done = is_judged and (stopped_early or (begin.batch == 0 and step == last_step))
     stopped_early &= is_done  # else what is left is judged once more
     accounts.lap("setup")
     is_summed = train.residency == "loader"  # else its rows were looked at before
 
     with name_oom_phase("training", step=lambda: step):
-        for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
+        for epoch in range(begin.epoch, 0 if is_done else schedule.epochs):
             model.train()
-            batch = 0 if train.begins_again else at.batch
+            batch = 0 if train.begins_again else state.position.batch
             order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            take_step = state.choose_step()
             accounts.begin_epoch(epoch, step + 1)
             batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
             for x, y in islice(sent, last_step - step):
-                t.optimizer.set_lr(t.rate(step))
-                t.checkpoints.let_go_on()
+                optimizer.set_lr(state.rate(step))
+                checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
                 is_read = accounts.is_log_point
                 with accounts.count_step((x, y)):
-                    outcome = t.step(x, y, norm=is_read, watched=accounts.watched)
+                    outcome = take_step(x, y, norm=is_read, watched=accounts.watched)
                 step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
                 sums = sum_rows(x, y) if is_summed else ()
-                nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NO_ORIGIN
+                is_blamed = sums or state.outputs
+                nan_origin = NanOrigin(sums, tuple(state.outputs)) if is_blamed else NO_ORIGIN
                 accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
-                t.outputs.clear()
-                if is_read and accounts.is_short_of_memory():
-                    t.micro.ease("the allocator had to free its cache twice running")
+                state.outputs.clear()
+                if is_read:
+                    take_step = state.choose_step()
+                    if accounts.is_short_of_memory():
+                        state.micro.ease("the allocator had to free its cache twice running")
                 del x, y  # gone before the next ones come
-                at = TrainingPosition(step, epoch, batch, rows)
+                state.position = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
                     if eval_every is not None and step % eval_every == 0 and step < last_step:
                         accounts.end_epoch()
-                        done = epoch + batch / min(of_epoch, last_step)
-                        metrics = t.judge_weights(model, val, step=step, epoch=done)
-                        stopped_early = 0 < schedule.patience <= t.best.waited
+                        metrics = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
+                        stopped_early = 0 < schedule.patience <= best.waited
                         if stopped_early:
                             break
-                        t.keep_weights(model, at)
+                        _keep_weights(state)
                         model.train()
                         accounts.begin_epoch(epoch, step + 1)
                     else:
-                        t.checkpoints.end_step(at)
-                    stop = _handle_stop(t, at) if step < last_step else None
+                        checkpoints.end_step(state)
+                    stop = _handle_stop(state, check_stop) if step < last_step else None
                 if stop is not None:
                     break
             sent.close()  # where max_steps ends it, batches are left
@@ -177,33 +134,62 @@ def fit_model(
             if stop is not None:
                 break
             if not stopped_early:  # within the epoch
-                metrics = t.judge_weights(model, val, step=step, epoch=epoch + 1.0)
-                is_enough = 0 < schedule.patience <= t.best.waited
+                metrics = _judge_weights(state, epoch + 1.0)
+                is_enough = 0 < schedule.patience <= best.waited
                 stopped_early = is_enough and step < last_step
-                at = TrainingPosition(step, epoch + 1, 0, rows)
+                state.position = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
-                t.checkpoints.finish(at)
+                checkpoints.finish(state)
                 accounts.lap("checkpoint")
                 break
-            t.keep_weights(model, at)
-            stop = _handle_stop(t, at)
+            _keep_weights(state)
+            stop = _handle_stop(state, check_stop)
             if stop is not None:
                 break
-        t.optimizer.swap_averages()  # what is logged
-        if not metrics and not t.best.has_weights:  # ended before an evaluation was
-            metrics = evaluate(model, val, t.evaluator)
+        optimizer.swap_averages()  # what is logged
+        if not metrics and not best.has_weights:  # ended before an evaluation was
+            metrics = evaluate(model, state.val, state.evaluator)
     ended = stop.reason if stop is not None else ""
-    cells = t.best.cells if t.best.has_weights else t.evaluator.told
-    metrics = t.best.restore_best(model, metrics)
+    cells = best.cells if best.has_weights else state.evaluator.told
+    metrics = best.restore_best(model, metrics)
     return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
 
 
-def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
+def _judge_weights(state: TrainState, epoch: float) -> dict[str, float]:
+    """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
+    with state.optimizer.use_averages():
+        metrics = evaluate(state.model, state.val, state.evaluator)
+    state.accounts.lap("eval")
+    logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
+    state.accounts.log({**logged, "train/epoch": epoch}, state.position.step)
+    state.accounts.lap("log")
+    state.best.record(metrics, epoch, cells=state.evaluator.told)
+    if isinstance(state.rate, Plateau):
+        state.rate.record(metrics)
+    return metrics
+
+
+def _keep_weights(state: TrainState) -> None:
+    """Keep what was evaluated, where it is time to or it is the best; training goes on."""
+    state.checkpoints.end_epoch(state, is_best=state.best.is_now)
+    state.checkpoints.let_go_on()
+    _keep_best(state)
+    state.accounts.lap("checkpoint")
+
+
+def _keep_best(state: TrainState) -> None:
+    """Copy the weights that are logged, where those of now are the best."""
+    if state.best.is_now:
+        with state.optimizer.use_averages():
+            state.best.keep(state.model)
+
+
+def _handle_stop(state: TrainState, check_stop: StopCheck) -> StopRequest | None:
     """Return whether the training ends here for now; there is a checkpoint then."""
-    stop = t.stop()
+    stop = check_stop()
     if stop is not None:
-        t.checkpoints.save(at, last=True)
-        t.accounts.lap("checkpoint")
+        state.checkpoints.save(state, last=True)
+        state.accounts.lap("checkpoint")
         stop.act()
     return stop if stop is not None and stop.ends else None
 
@@ -227,9 +213,6 @@ def find_batch(error: BaseException) -> tuple[Any, Any]:
             found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
         trace = trace.tb_next
     return found
-
-
-StopCheck = Callable[[], StopRequest | None]
 
 
 class TimeBudget:

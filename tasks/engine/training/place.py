@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tasks.engine.accounts.throughput import (
-    PeakFlops,
-    find_peak_flops,
-)
+from tasks.engine.accounts.phases import Stopwatch
+from tasks.engine.accounts.throughput import PeakFlops, find_peak_flops
 from tasks.engine.base import scores
 from tasks.engine.base.seeds import seed_everything
 from tasks.engine.device.detection import set_matmul_precision
@@ -24,61 +22,41 @@ from tasks.engine.memory import allocators
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocators import release_cached_memory
 from tasks.engine.memory.memory_meter import MemoryMeter
-from tasks.engine.memory.snapshot import Recorder
 from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.cuda_graph import use_own_stream
-from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
-from tasks.engine.training.admission import (
-    Admission,
-    PastRuns,
-    admit_training,
-)
-from tasks.engine.training.shared_model import (
-    is_shared_out,
-)
-from tasks.engine.training.training_parts import (
-    Owners,
-    Start,
-)
+from tasks.engine.training.admission import Admission, PastRuns, admit_training
+from tasks.engine.training.shared_model import is_shared_out
 
 
-@dataclass
+@dataclass(frozen=True)
 class Place:
-    """Where a training computes, and with what it may start there."""
+    """Where a training computes, with whom, and with what it may start there."""
 
     device: torch.device
     peak: PeakFlops | None
     admission: Admission
     ledger: AllocationLog
     meter: MemoryMeter
-    owners: Owners
-    recorder: Recorder | None = None
-
-    def start(self, plan: Plan, checked: ModelCheck, past: PastRuns) -> Start:
-        assert self.recorder is not None
-        return Start(
-            checked=checked,
-            recorder=self.recorder,
-            known=past.find_compile_timings(),
-            micro_rows=self.admission.micro_batch,
-            graphs=self.admission.fits_graph and plan.may_replay,
-        )
+    watch: Stopwatch  # since the set-up began
+    past: PastRuns
+    ranks: Ranks
 
 
 @contextmanager
-def take_place(plan: Plan, checked: ModelCheck, *, past: PastRuns, ranks: Ranks) -> Iterator[Place]:
+def take_place(plan: Plan, *, past: PastRuns, ranks: Ranks) -> Iterator[Place]:
     """Set this process up for the training on its device, and put all back afterwards: arithmetic,
     threads, stream, random numbers, the memory limit. Raises DeviceError where not even one row at
     a time fits."""
-    train, device = plan.settings.train, plan.torch_device
+    train, device, watch = plan.settings.train, plan.torch_device, Stopwatch()
+    assert plan.model_check is not None, "check_plan comes first"
     if plan.data.task == "multilabel":
         scores.load_sklearn()  # not in the first epoch
     with ExitStack() as stack:
         stack.enter_context(allocators.keep_heap(device))
         stack.enter_context(set_matmul_precision(plan.precision))
         here = ranks.count_most_rows(train.batch_size)
-        stack.enter_context(set_cpu_threads(here * checked.work, device))
+        stack.enter_context(set_cpu_threads(here * plan.model_check.work, device))
         if plan.device.index is not None and device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(plan.device.index))
         stack.enter_context(use_own_stream(device))
@@ -99,4 +77,4 @@ def take_place(plan: Plan, checked: ModelCheck, *, past: PastRuns, ranks: Ranks)
             limit_memory(plan.device, plan.settings.memory.limit_mib)
         )
         meter = MemoryMeter(device, source)  # before the model and the rows: they count too
-        yield Place(device, peak, admission, ledger, meter, Owners())
+        yield Place(device, peak, admission, ledger, meter, watch, past, ranks)

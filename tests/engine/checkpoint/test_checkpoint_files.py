@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -159,46 +160,44 @@ def test_whatever_fails_while_it_is_written_the_one_before_stays(
     assert read_checkpoint(written, 3).state == {"step": 3} and len(list(written.iterdir())) == 6
 
 
-class _Part:
-    value: Any = 0
+class _Training:
+    def __init__(self, step: int) -> None:
+        self.position = TrainingPosition(step)
 
-    def state(self) -> Any:
-        return {"value": self.value}
+    def state_dict(self) -> dict[str, Any]:
+        return {"part": {"value": self.position.step}}
 
-    def restore(self, state: Any) -> None:
-        self.value = state["value"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert state
 
 
-def _checkpoints(folder: Path, part: _Part, clock: list[float], **chosen: Any) -> Checkpoints:
+def _checkpoints(folder: Path, clock: list[float], **chosen: Any) -> Checkpoints:
     about = {"settings": {}, "data": "", "device": "cpu", "torch": ""}
     copies = HostCopies(torch.device("cpu"))
-    made = Checkpoints(
+    return Checkpoints(
         folder, CheckpointConfig(**chosen), copies, about=about, now_s=lambda: clock[0]
     )
-    made.follow(part=part)
-    return made
 
 
 def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
-    clock, part = [0.0], _Part()
-    made = _checkpoints(tmp_path, part, clock, every_steps=1, every_s=None, keep=2)
+    clock = [0.0]
+    made = _checkpoints(tmp_path, clock, every_steps=1, every_s=None, keep=2)
     for step in range(1, 7):
         clock[0] += 1
-        part.value = step
         if step == 3:
-            made.end_epoch(TrainingPosition(step), is_best=True)
+            made.end_epoch(_Training(step), is_best=True)
         else:
-            made.end_step(TrainingPosition(step))
+            made.end_step(_Training(step))
         made.close()
     assert list_steps(tmp_path) == [6, 5, 3]
 
 
 def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> None:
-    clock, part = [0.0], _Part()
-    made = _checkpoints(tmp_path, part, clock, every_s=30, keep=9)
+    clock = [0.0]
+    made = _checkpoints(tmp_path, clock, every_s=30, keep=9)
     for step in range(1, 101):
         clock[0] = float(step)
-        made.end_step(TrainingPosition(step))
+        made.end_step(_Training(step))
         made.close()
     assert list_steps(tmp_path) == [90, 60, 30]
 
@@ -212,16 +211,16 @@ def test_what_the_writer_tells_belongs_to_the_run_that_it_writes_for(
     monkeypatch.setattr(
         checkpoint_files, "write_checkpoint", lambda *_, **__: seen.append(run.get())
     )
-    _checkpoints(tmp_path, _Part(), [0.0], every_steps=1).save(TrainingPosition(1), last=True)
+    _checkpoints(tmp_path, [0.0], every_steps=1).save(_Training(1), last=True)
     assert seen == ["mine"]
 
 
 def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, part = [0.0], _Part()
-    made = _checkpoints(tmp_path, part, clock, every_steps=1, every_s=None)
-    made.save(TrainingPosition(1), last=True)
+    clock = [0.0]
+    made = _checkpoints(tmp_path, clock, every_steps=1, every_s=None)
+    made.save(_Training(1), last=True)
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -229,13 +228,13 @@ def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "save_file", full)
         for step in (2, 3, 4):
-            made.save(TrainingPosition(step), last=True)
+            made.save(_Training(step), last=True)
     assert [r.message for r in caplog.records] == [
         "checkpoint: a checkpoint could not be written (No space left on device); "
         "the training goes on"
     ]
     assert list_steps(tmp_path) == [1]
-    made.save(TrainingPosition(4), last=True)  # there is room again
+    made.save(_Training(4), last=True)  # there is room again
     assert list_steps(tmp_path) == [4, 1]
 
 

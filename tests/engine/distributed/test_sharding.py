@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -230,7 +230,7 @@ def _mistakes(folder: Path) -> dict[str, Any]:
 
 def _checkpoints(run: _Run, folder: Path, *, resumes: bool = False) -> Checkpoints:
     """As a training has them, after every step if nothing is being written."""
-    found = Checkpoints(
+    return Checkpoints(
         folder / "kept",
         CheckpointConfig(every_s=1e-3),
         HostCopies(CPU),
@@ -239,26 +239,43 @@ def _checkpoints(run: _Run, folder: Path, *, resumes: bool = False) -> Checkpoin
         ranks=run.ranks,
         mesh=run.mesh(),
     )
-    found.follow(model=Weights(run.model), optimizer=run.optimizer)
-    return found
+
+
+class _Kept:
+    """The training of a run, as checkpoints keep it."""
+
+    def __init__(self, run: _Run) -> None:
+        self.position = TrainingPosition()
+        self._parts: dict[str, Any] = {"model": Weights(run.model), "optimizer": run.optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.restore(state[name])
 
 
 def _left(folder: Path) -> int:
     """How many checkpoints were written while a training went on, which ends before its time."""
     run = _Run("transformer")
+    kept = _Kept(run)
     with closing(_checkpoints(run, folder)) as checkpoints:
         for step in range(1, SAVED + 1):
             checkpoints.let_go_on()
             run.steps(1)
-            checkpoints.end_step(TrainingPosition(step=step))
-        checkpoints.finish(TrainingPosition(step=SAVED))
+            kept.position = TrainingPosition(step=step)
+            checkpoints.end_step(kept)
+        checkpoints.finish(kept)
     return checkpoints.written
 
 
 def _resumed(folder: Path) -> list[float]:
     run = _Run("transformer")
+    kept = _Kept(run)
     with closing(_checkpoints(run, folder, resumes=True)) as checkpoints:
-        assert checkpoints.resume() == TrainingPosition(step=SAVED)
+        checkpoints.resume(kept)
+    assert kept.position == TrainingPosition(step=SAVED)
     return run.steps(STEPS - SAVED)
 
 

@@ -49,6 +49,16 @@ def _take(step, count: int) -> list[float]:
     return losses
 
 
+def test_where_nothing_is_left_to_try_the_plain_step_is_taken_itself() -> None:
+    """What stood before it counted steps and looked at shapes, to the end of the training."""
+    plain = _step()
+    assert _tuned(plain, "off").settled is plain
+    trying = _tuned(plain, "auto")
+    assert trying.settled is trying
+    _take(trying, 40)
+    assert trying.verdict.compiled == "no" and trying.settled is plain
+
+
 class _Clock:
     """Time that passes as a script says: seconds of each step by what takes it."""
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model
+from tasks.engine.step.plan import make_plan
 from tasks.engine.step.state_changes import StateChanges
+from tasks.engine.training.check_training import check_plan
 
 Own = Callable[[str, str], None]
 ROWS = DataFacts(
@@ -46,7 +49,6 @@ PLAIN = NET.format(forward="self.layer(x)")
 
 
 def _check(data: DataFacts = ROWS, **sections: Any) -> own_model.ModelCheck:
-    own_model._check_own_model.cache_clear()
     asked = {"model": {"name": "mine:Net"}, **sections}
     config = RunConfig.model_validate(asked)
     return own_model.check_model(config.model, config.train, data)
@@ -237,13 +239,13 @@ def test_balanced_classes_need_classes_that_were_counted(data: DataFacts, words:
         _check(data, model={"name": "linear"}, train={"class_weights": "balanced"})
 
 
-def test_the_same_answer_is_kept_for_the_same_question_only(own: Own) -> None:
+def test_a_plan_that_was_checked_keeps_what_was_learnt_and_builds_no_model_again(own: Own) -> None:
     own("mine", "built = []\n" + PLAIN.replace("self.layer = ", "built.append(1); self.layer = "))
-    config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    own_model._check_own_model.cache_clear()
-    for data in (ROWS, ROWS, replace(ROWS, outputs=4)):
-        own_model.check_model(config.model, config.train, data)
-    assert len(sys.modules["mine"].built) == 2
+    config = RunConfig.model_validate({"model": {"name": "mine:Net"}, "train": {"batch_size": 2}})
+    checked = check_plan(make_plan(config, detect_best_device("cpu"), ROWS))
+    assert checked.model_check is not None and checked.model_check.outputs == ROWS.outputs
+    assert check_plan(checked) is checked
+    assert len(sys.modules["mine"].built) == 1
 
 
 def test_the_same_seed_draws_the_same_weights(own: Own) -> None:

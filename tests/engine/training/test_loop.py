@@ -23,7 +23,9 @@ from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Schedule
-from tasks.engine.training.loop import LoopTools, TrainingResult, find_batch, fit_model
+from tasks.engine.training import loop
+from tasks.engine.training.loop import TrainingResult, find_batch
+from tasks.engine.training.train_state import TrainState
 
 CPU = torch.device("cpu")
 PLAN = Schedule(
@@ -58,7 +60,7 @@ def _tools(
     clip_norm: float | None = None,
     task: str = "classification",
     best: BestWeights | None = None,
-) -> LoopTools:
+) -> TrainState:
     accounts = Accounts(
         CPU,
         MemoryMeter(CPU),
@@ -76,7 +78,10 @@ def _tools(
         micro=SingleAttempt(micro_rows),
         mark=accounts.mark,
     )
-    return LoopTools(
+    rows = _data(100, seed=1, task=task), _data(40, seed=2, task=task)
+    return TrainState(
+        model,
+        *rows,
         step=step,
         micro=SingleAttempt(micro_rows),
         evaluator=Evaluator(
@@ -87,6 +92,12 @@ def _tools(
         accounts=accounts,
         best=best or BestWeights(),
     )
+
+
+def fit_model(
+    model, train, val, *, schedule: Schedule, tools: TrainState, **more
+) -> TrainingResult:
+    return loop.fit_model(replace(tools, model=model, train=train, val=val), schedule, **more)
 
 
 def _fit(
@@ -661,8 +672,6 @@ def test_a_run_with_a_schedule_is_the_loop_that_pytorchs_pages_show(schedule: st
     model = _model()
     tools = _tools(model, lambda m, step: logged.append((step, m)), best=BestWeights(keeps=False))
     tools = replace(tools, rate=rate)
-    if isinstance(rate, optim.Plateau):
-        tools = replace(tools, judged=rate.record)
     plan = replace(PLAN, epochs=12, eval_every_steps=3, log_every=1)
     fit_model(model, _data(100, seed=1), _data(40, seed=2), schedule=plan, tools=tools)
     theirs, rates = _follow_torch(o, every=3)

@@ -11,8 +11,17 @@ from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.checkpoint.checkpoints import TrainingPosition
 from tasks.engine.step.evaluation import BestWeights, evaluate
-from tasks.engine.training.loop import StopRequest, TrainingResult, fit_model
-from tests.engine.training.test_loop import CPU, PLAN, _data, _model, _Narrow, _tools
+from tasks.engine.training import loop
+from tasks.engine.training.loop import StopRequest, TrainingResult
+from tests.engine.training.test_loop import (
+    CPU,
+    PLAN,
+    _data,
+    _model,
+    _Narrow,
+    _tools,
+    fit_model,
+)
 
 START = TrainingPosition()
 
@@ -28,25 +37,22 @@ class Kept:
     """Writes down when it is asked to keep something."""
 
     def __init__(self, begin: TrainingPosition) -> None:
-        self.begin, self.calls, self.followed = begin, [], set()
+        self.begin, self.calls = begin, []
 
-    def follow(self, **parts) -> None:
-        self.followed |= set(parts)
+    def resume(self, training) -> None:
+        training.position = self.begin
 
-    def resume(self) -> TrainingPosition:
-        return self.begin
+    def end_step(self, training) -> None:
+        self.calls.append(("step", training.position))
 
-    def end_step(self, position: TrainingPosition) -> None:
-        self.calls.append(("step", position))
+    def end_epoch(self, training, *, is_best: bool) -> None:
+        self.calls.append(("best epoch" if is_best else "epoch", training.position))
 
-    def end_epoch(self, position: TrainingPosition, *, is_best: bool) -> None:
-        self.calls.append(("best epoch" if is_best else "epoch", position))
+    def save(self, training, *, last: bool) -> None:
+        self.calls.append(("save", training.position, last))
 
-    def save(self, position: TrainingPosition, *, last: bool) -> None:
-        self.calls.append(("save", position, last))
-
-    def finish(self, position: TrainingPosition) -> None:
-        self.calls.append(("finish", position))
+    def finish(self, training) -> None:
+        self.calls.append(("finish", training.position))
 
     def let_go_on(self) -> None:
         pass
@@ -63,9 +69,14 @@ def kept_by(plan=PLAN, *, begin=START, stops=(), best=None, train=None, lr: floa
         seen.append(x.clone())
         return tools.step(x, y, norm=norm, watched=watched)
 
-    made = replace(tools, step=step, checkpoints=kept, stop=lambda: next(asked))
+    made = replace(tools, step=step, checkpoints=kept)
     fitted: TrainingResult = fit_model(
-        model, train or _data(40, seed=1), val, schedule=plan, tools=made
+        model,
+        train or _data(40, seed=1),
+        val,
+        schedule=plan,
+        tools=made,
+        check_stop=lambda: next(asked),
     )
     return fitted, kept.calls, seen, len(val.given), tools
 
@@ -168,10 +179,9 @@ def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, 
 
 
 def test_the_parts_that_are_kept_beside_the_model_have_names() -> None:
-    kept = Kept(TrainingPosition())
-    tools = replace(_tools(_model(), lambda metrics, step: None), checkpoints=kept)
-    fit_model(_model(), _data(40, seed=1), _data(9, seed=2), schedule=PLAN, tools=tools)
-    assert kept.followed == {"rows", "step_metrics"}
+    state = _tools(_model(), lambda metrics, step: None)
+    loop.fit_model(state, PLAN)
+    assert set(state.state_dict()) == {"rows", "step_metrics"}
 
 
 def test_a_row_of_a_users_own_loader_is_blamed_and_none_of_ours() -> None:
@@ -227,8 +237,15 @@ def test_a_training_that_is_stopped_within_an_epoch_has_the_weights_of_its_best(
     that was the best."""
     asked = iter([None, None, None, None, StopRequest("somebody asked")])
     model, val = _model(), _data(9, seed=2)
-    tools = replace(_tools(model, lambda metrics, step: None), stop=lambda: next(asked))
-    fitted = fit_model(model, _data(40, seed=1), val, schedule=PLAN, tools=tools)
+    tools = _tools(model, lambda metrics, step: None)
+    fitted = fit_model(
+        model,
+        _data(40, seed=1),
+        val,
+        schedule=PLAN,
+        tools=tools,
+        check_stop=lambda: next(asked),
+    )
     assert (fitted.steps, fitted.metrics["train/best_epoch"]) == (5, 1)
     again = evaluate(model, val, tools.evaluator)
     assert again["val/loss"] == fitted.metrics["val/loss"]

@@ -25,7 +25,7 @@ from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optim import TorchOptimizer
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.check_training import check_training
+from tasks.engine.training.check_training import check_plan
 from tasks.engine.training.oom_report import OutOfMemory
 
 CODE = """
@@ -333,4 +333,4 @@ def test_muon_refuses_what_is_no_matrix_before_anything_is_spent(mine: Any, tmp_
         r"optim\.name: Muon trains matrices only \(got 0\.bias \(12,\), 2\.bias \(1,\)\); freeze"
     )
     with pytest.raises(ConfigError, match=words):
-        check_training(plan)
+        check_plan(plan)

@@ -35,8 +35,9 @@ from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optim import make_fused_optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import check_training, place, trainer
+from tasks.engine.training import place, trainer
 from tasks.engine.training.admission import Admission
+from tasks.engine.training.check_training import check_plan
 from tasks.engine.training.forecast import UnforeseeableMemory, forecast_training
 
 Own = Callable[[str, str], None]
@@ -476,9 +477,7 @@ def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
             {"model": {"name": "linear"}, "data": {"source": "other:f"}}
         )
         with pytest.raises(ModelError, match=words):
-            check_training.check_training(
-                make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data))
-            )
+            check_plan(make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)))
         __import__("sys").modules.pop("other")
 
 

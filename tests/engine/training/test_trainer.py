@@ -22,10 +22,11 @@ from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import set_cpu_threads
-from tasks.engine.step.plan import make_plan
+from tasks.engine.step.plan import Schedule, make_plan
 from tasks.engine.training import place, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
+from tasks.engine.training.train_state import TrainState
 
 CPU = torch.device("cpu")
 FEW = {"epochs": 3}
@@ -267,7 +268,9 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monkeypatch) -> None:
     # One that arrived in the compiler kept the model: Python 3.11 keeps a cleared frame's function.
-    def fit(model: torch.nn.Module, *rows: Any, **more: Any) -> None:
+    def fit(state: TrainState, schedule: Schedule, **_: Any) -> None:
+        model = state.model
+
         def compile_wrapper() -> None:
             assert model.training
             raise KeyboardInterrupt
