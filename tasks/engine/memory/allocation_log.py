@@ -183,6 +183,12 @@ class AllocationLog(TorchDispatchMode):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def misses_kernels(self) -> bool:
+        """Return whether operations took more than was counted, on a CPU, of which nobody else
+        tells."""
+        return self._device.type == "cpu" and not (self._kernels and self._kernels.is_whole)
+
     def track_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, without naming their owner."""
         for tensor in tensors:

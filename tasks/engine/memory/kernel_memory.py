@@ -6,14 +6,23 @@ measures nothing while somebody else's profiler is on, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from tasks.engine.base import nested
 
 _AUTOGRAD: Any = torch._C._autograd
 # They free a block that was there before the profiler was, of which PyTorch prints a warning.
 _FREEING = ("resize_", "set_")
+# c10/core/CPUAllocator.h; names that a compiler for Windows writes otherwise.
+_GET_REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
+_FORGET = "_ZN3c1025ProfiledCPUMemoryReporter6DeleteEPv"
 
 
 class Measured(NamedTuple):
@@ -28,61 +37,94 @@ class KernelMemory:
 
     def __init__(self) -> None:
         self.is_whole = True  # every operation was measured
-        self._settings = _make_settings()
+        self._means = _find_means()
 
     def call(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Measured:
-        """Call the operation."""
+        """Call the operation. Raises what it raises, and nothing else."""
         if not self._begin(func):
             return Measured(func(*args, **kwargs), None)
+        out: Any = None
         try:
             out = func(*args, **kwargs)
         finally:
-            most_bytes = self._end()
+            most_bytes = self._end(out, (args, kwargs))
         return Measured(out, most_bytes)
 
     def _begin(self, func: Callable[..., Any]) -> bool:
         if getattr(func, "__name__", "").startswith(_FREEING):
             return False
-        if self._settings is None or _AUTOGRAD._profiler_enabled():
-            self.is_whole = False
-            return False
         try:
-            _AUTOGRAD._enable_profiler_legacy(self._settings)
-        except RuntimeError:
-            self.is_whole, self._settings = False, None
-            return False
-        return True
+            if self._means is not None and not _AUTOGRAD._profiler_enabled():
+                _AUTOGRAD._enable_profiler_legacy(self._means.settings)
+                return True
+        except Exception:  # of PyTorch's own, whose names are private
+            self._means = None
+        self.is_whole = False
+        return False
 
-    def _end(self) -> int | None:
+    def _end(self, out: Any, given: Any) -> int | None:
         try:
-            threads = _AUTOGRAD._disable_profiler_legacy()
-        except RuntimeError:  # the operation has ended the profiler
-            self.is_whole = False
+            try:
+                self._forget_outputs(out, given)
+            finally:
+                threads = _AUTOGRAD._disable_profiler_legacy()
+            return _find_most_bytes(threads)
+        except Exception:
+            self.is_whole, self._means = False, None
             return None
-        most_bytes = 0
-        for events in threads:
-            now_bytes = 0
-            for event in events:
-                if event.kind() == "memory_alloc":
-                    now_bytes += event.cpu_memory_usage()
-                    most_bytes = max(most_bytes, now_bytes)
-        return most_bytes
+
+    def _forget_outputs(self, out: Any, given: Any) -> None:
+        """Let the allocator's table forget what lives on: it would hear of its end no more, and
+        tell another profiler that another block of that address was as large."""
+        made = {*_find_addresses(out)}
+        if made and self._means is not None:
+            for address in made.difference(_find_addresses(given)):
+                self._means.forget(address)
 
 
-def _make_settings() -> Any:
-    """Return the settings of the profiler that tells of memory alone; None where PyTorch has no such
-    profiler."""
+class _Means(NamedTuple):
+    settings: Any  # of the profiler
+    forget: Callable[[int], None]  # an address
+
+
+def _find_addresses(things: Any) -> Iterator[int]:
+    for tensor in nested.find_tensors(things):
+        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+            yield Tensor.untyped_storage(tensor).data_ptr()
+
+
+def _find_most_bytes(threads: Any) -> int:
+    most_bytes = 0
+    for events in threads:
+        now_bytes = 0
+        for event in events:
+            if event.kind() == "memory_alloc":
+                now_bytes += event.cpu_memory_usage()
+                most_bytes = max(most_bytes, now_bytes)
+    return most_bytes
+
+
+@cache
+def _find_means() -> _Means | None:
+    """Return how to ask for memory alone; None where this PyTorch does not tell of it."""
     profiler: Any = torch._C._profiler
     try:
         assert _AUTOGRAD._enable_profiler_legacy and _AUTOGRAD._disable_profiler_legacy
-        return profiler.ProfilerConfig(
+        settings = profiler.ProfilerConfig(
             profiler.ProfilerState.CPU,
             False,  # shapes
             True,  # memory
             *(False, False, False),  # stacks, operations, modules
             profiler._ExperimentalConfig(),
         )
-    except (AttributeError, TypeError):
+        (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
+        c10 = ctypes.PyDLL(str(library))
+        get_reporter, forget = getattr(c10, _GET_REPORTER), getattr(c10, _FORGET)
+    except (AttributeError, TypeError, ValueError, OSError):
         return None
+    get_reporter.argtypes, get_reporter.restype = [], ctypes.c_void_p
+    forget.argtypes, forget.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    reporter = get_reporter()
+    return _Means(settings, lambda address: forget(reporter, address))

@@ -168,9 +168,10 @@ def make_memory_section(metrics: Numbers) -> Section:
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
     owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
     peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
+    least = "at least " if metrics.get("memory/peak_is_lower_bound") else ""
     pool = make_phrases(
         metrics,
-        ("memory/run_peak_allocated_mib", "peak {} allocated"),
+        ("memory/run_peak_allocated_mib", f"peak {least}{{}} allocated"),
         ("memory/run_peak_reserved_mib", "{} reserved"),
         ("memory/predicted_peak_mib", "{} predicted"),
         ("memory/headroom_mib", "headroom {}"),
