@@ -1,7 +1,7 @@
-"""Measure the memory that one operation on a CPU takes while it runs: what PyTorch's allocator of the
-host tells a profiler of its own, which is on for this operation alone. That is what kernels take for
-themselves, such as the reordered weights of a convolution, and give back before they return. It
-measures nothing while somebody else's profiler is on, and says so.
+"""Measure the memory that one operation on a CPU takes while it runs: what PyTorch's allocator of
+the host tells a profiler of its own, which is on for this operation alone. That is what kernels
+take for themselves, such as the reordered weights of a convolution, and give back before they
+return. It measures nothing while somebody else's profiler is on, and says so.
 """
 
 from __future__ import annotations

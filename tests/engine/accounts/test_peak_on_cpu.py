@@ -1,5 +1,5 @@
-"""The counted peak of a step on a CPU is what PyTorch's allocator tells, kernels included; where that
-cannot be known it is called a lower bound."""
+"""The counted peak of a step on a CPU is what PyTorch's allocator tells, kernels included; where
+that cannot be known it is called a lower bound."""
 
 from __future__ import annotations
 
