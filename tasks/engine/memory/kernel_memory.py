@@ -92,7 +92,9 @@ class _Means(NamedTuple):
 def _find_addresses(things: Any) -> Iterator[int]:
     for tensor in nested.find_tensors(things):
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-            yield Tensor.untyped_storage(tensor).data_ptr()
+            address = Tensor.untyped_storage(tensor).data_ptr()
+            if address:  # not of one without elements
+                yield address
 
 
 def _find_most_bytes(threads: Any) -> int:

@@ -207,6 +207,20 @@ def test_a_profiler_of_later_is_told_the_truth() -> None:
     assert [e for e in seen.events() if e.name == "[memory]" and e.self_cpu_memory_usage] == []
 
 
+def test_the_allocator_is_asked_to_forget_only_what_it_gave() -> None:
+    """PyTorch printed a warning of a block of unknown size: there was none."""
+    kernels, forgotten = KernelMemory(), list[int]()
+    assert kernels._means is not None
+    kernels._means = kernels._means._replace(forget=forgotten.append)
+    old = torch.ones(4)
+    kernels.call(torch.empty, (0,), {})
+    kernels.call(torch.Tensor.view, (old, 2, 2), {})
+    kernels.call(torch.Tensor.add_, (old, 1), {})
+    assert forgotten == []
+    made = kernels.call(torch.add, (old, 1), {}).out
+    assert forgotten == [made.data_ptr()]
+
+
 def test_an_operation_that_fails_leaves_no_profiler_on() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         KernelMemory().call(torch.mm, (torch.ones(2, 3), torch.ones(2, 3)), {})
