@@ -1,7 +1,8 @@
 """Measure the memory that one operation on a CPU takes while it runs: what PyTorch's allocator of
 the host tells a profiler of its own, which is on for this operation alone. That is what kernels
 take for themselves, such as the reordered weights of a convolution, and give back before they
-return. It measures nothing while somebody else's profiler is on, and says so.
+return. It measures nothing while somebody else's profiler is on, and no operation among processes,
+and says so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tasks.engine.base import nested
 _AUTOGRAD: Any = torch._C._autograd
 # They free a block that was there before the profiler was, of which PyTorch prints a warning.
 _FREEING = ("resize_", "set_")
+# Operations among processes end in threads of others, which a profiler of one thread cannot follow.
+_COLLECTIVE = ("c10d", "_c10d")
 # c10/core/CPUAllocator.h; names that a compiler for Windows writes otherwise.
 _GET_REPORTER = "_ZN3c1025profiledCPUMemoryReporterEv"
 _FORGET = "_ZN3c1025ProfiledCPUMemoryReporter6DeleteEPv"
@@ -56,7 +59,8 @@ class KernelMemory:
         if getattr(func, "__name__", "").startswith(_FREEING):
             return False
         try:
-            if self._means is not None and not _AUTOGRAD._profiler_enabled():
+            is_followed = not getattr(func, "namespace", "").startswith(_COLLECTIVE)
+            if is_followed and self._means is not None and not _AUTOGRAD._profiler_enabled():
                 _AUTOGRAD._enable_profiler_legacy(self._means.settings)
                 return True
         except Exception:  # of PyTorch's own, whose names are private
