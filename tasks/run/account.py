@@ -454,15 +454,26 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             self.run = {"name": self._claim.name, "params": {}, **self._found.make_report()}
             self._journal.close(self.run)
 
+    def _prepare_report(self) -> None:
+        if not self._is_quiet:
+            _load_report()
+
     def _print_report(self) -> None:
-        from rich.console import Console
-
-        from tasks.engine.report import run_report
-
+        Console, run_report = _load_report()
         if self.run:
             command = self.run["open_command"] if self.run["run_id"] else ""
             report = run_report.make_terminal_report(self.run, open_command=command)
             Console(file=sys.stderr).print(report, crop=False)
+
+
+def _load_report() -> tuple[Any, Any]:
+    """Import what prints a report."""
+    import rich.console
+    import rich.table
+
+    from tasks.engine.report import run_report
+
+    return rich.console.Console, run_report
 
 
 class _Block:

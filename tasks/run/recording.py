@@ -217,7 +217,7 @@ class Recording:
             self.run |= self._compare()
         self.run = redact_nested(self.run)
         try:
-            self.run["metrics"] |= self._journal.close(self.run)
+            self.run["metrics"] |= self._journal.close(self.run, beside=self._prepare_report)
         except TrackingError as unsent:
             told = f"python -m tasks.tracking.mlflow_sender {shlex.quote(str(self.folder))}"
             log.error(
@@ -225,6 +225,9 @@ class Recording:
             )
             self.run["unsent"] = f"MLflow has not got all of it yet: {unsent}"
         self.run |= self._make_page()  # it may have been told of the run at last
+
+    def _prepare_report(self) -> None:
+        """Do what comes before the report, while the end is sent to MLflow."""
 
     def _compare(self) -> dict[str, Any]:
         """Return what runs alike say of this one."""

@@ -550,12 +550,14 @@ class Journal:
         self.notes.append(text)
         log.warning("%s", text)
 
-    def close(self, run: Mapping[str, Any]) -> dict[str, float]:
+    def close(
+        self, run: Mapping[str, Any], *, beside: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
         """Send what is left, and end the run with `run["status"]`.
 
-        The files of the folder are sent too. Returns the times that are only known at the
-        end. Raises TrackingError where MLflow does not answer; everything is then still in
-        the folder.
+        The files of the folder are sent too. beside: what is done meanwhile. Returns the times
+        that are only known at the end. Raises TrackingError where MLflow does not answer;
+        everything is then still in the folder.
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             self._restore()
@@ -565,6 +567,7 @@ class Journal:
         with self._telling:
             self._closing = {"do": "close", "run": dict(run)}
             self._tell(self._closing)
+        beside()
         answer: dict[str, Any] = {}
         while "closed" not in answer:  # there may be much of it
             patience_s = self.where.give_up_s + CLOSE_S if self.run_id else 2 * SILENT_S

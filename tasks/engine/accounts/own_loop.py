@@ -34,6 +34,7 @@ from tasks.engine.base.names import COUNTED, OTHER
 from tasks.engine.memory.allocation_log import ACTIVATIONS, AllocationLog
 from tasks.engine.memory.allocators import Allocator, NoAllocator
 from tasks.engine.memory.holders import SAVED, find_live_tensors
+from tasks.engine.memory.kernel_memory import KernelMemory
 from tasks.engine.memory.leaks import has_compiled, measure_held_memory
 from tasks.engine.memory.memory_by_owner import CountedAllocator, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
@@ -71,7 +72,7 @@ class _GuardedLog(AllocationLog):
     """Counts, and where it fails at that, the operations of the loop go on."""
 
     def __init__(self, device: torch.device, owner: Guarded) -> None:
-        super().__init__(device)
+        super().__init__(device, kernels=KernelMemory() if device.type == "cpu" else None)
         self._owner, self._has_failed = owner, False
 
     def note_failure(self) -> None:

@@ -293,7 +293,7 @@ OWNERS = {  # of memory: the label of each in the report
 }
 _SELDOM_OWNERS = {
     "best_weights": "best weights on the device",
-    "libraries": GPU,
+    "libraries": "a GPU, or operations that take memory for themselves",
     "graph": CUDA,
 }
 
@@ -599,6 +599,11 @@ METRICS = (
         True,
         shown={Place.MEMORY: "{} reserved", Place.NEXT_RUN: ""},
         needs=GPU,
+    ),
+    Metric(
+        "memory/peak_is_lower_bound",
+        "1 where operations may have taken more for themselves than was seen",
+        needs="a profiler of the loop's own, several processes, or memory.limit_mib on a CPU",
     ),
     Metric(
         "memory/predicted_peak_mib",

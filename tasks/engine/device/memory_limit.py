@@ -15,6 +15,7 @@ from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import cap_device_memory
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocators import Allocator, make_allocator
+from tasks.engine.memory.kernel_memory import KernelMemory
 from tasks.engine.memory.memory_by_owner import CountedAllocator
 from tasks.engine.memory.simulated_allocator import make_scratch_counter, read_rules
 
@@ -42,7 +43,9 @@ def limit_memory(
             lift()
         return
     limit_bytes = None if limit_mib is None else int(limit_mib * MIB)
-    ledger = AllocationLog(device, limit_bytes=limit_bytes)
+    # A limit is of tensors alone: what a kernel takes for itself is not known before it runs.
+    kernels = KernelMemory() if limit_bytes is None else None
+    ledger = AllocationLog(device, limit_bytes=limit_bytes, kernels=kernels)
     counted = CountedAllocator(ledger, limit_bytes)
     if limit_bytes is None:
         yield ledger, counted

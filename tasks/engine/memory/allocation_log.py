@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.engine.base.nested import get_local_part
 from tasks.engine.base.units import format_mebibytes
+from tasks.engine.memory.kernel_memory import KernelMemory
 from tasks.engine.memory.simulated_allocator import AllocateEvent, AllocatorEvent, FreeEvent
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -126,12 +127,15 @@ class AllocationLog(TorchDispatchMode):
         block: Callable[[int], int] = int,
         scratch: Scratch = lambda func, args: (),
         told: Callable[[AllocatorEvent], None] = lambda event: None,
+        kernels: KernelMemory | None = None,
     ) -> None:
         """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes that
         the device's allocator gives for so many. scratch: what an operation takes for itself while
-        it runs. told: hears of every storage that is made and of its end."""
+        it runs. told: hears of every storage that is made and of its end. kernels: measures what
+        operations take for themselves, where they are computed on a CPU."""
         super().__init__()
-        self._scratch, self._told = scratch, told
+        self._scratch, self._told, self._kernels = scratch, told, kernels
+        self._taken_bytes = 0  # by the operation that has just run, its outputs included
         self.pool = 0  # that storages are made in from here on
         self._device, self._limit, self._block = device, limit_bytes, block
         self.is_active = False
@@ -178,6 +182,12 @@ class AllocationLog(TorchDispatchMode):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def misses_kernels(self) -> bool:
+        """Return whether operations took more than was counted, on a CPU, of which nobody else
+        tells."""
+        return self._device.type == "cpu" and not (self._kernels and self._kernels.is_whole)
 
     def track_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, without naming their owner."""
@@ -267,7 +277,7 @@ class AllocationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            out = func(*args, **(kwargs or {}))
+            out = self._call(func, args, kwargs or {})
         except Exception:
             self.note_failure()
             raise
@@ -276,6 +286,13 @@ class AllocationLog(TorchDispatchMode):
             del out  # the error's frames must not keep what did not fit
             raise refusal
         return out
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._kernels is None:
+            return func(*args, **kwargs)
+        measured = self._kernels.call(func, args, kwargs)
+        self._taken_bytes = measured.most_bytes or 0
+        return measured.out
 
     def add_outputs(
         self, func: Any, args: tuple[Any, ...], out: Any
@@ -286,9 +303,17 @@ class AllocationLog(TorchDispatchMode):
         if refusal is not None:
             return refusal
         line = self._lines.find_line(is_needed=bool(made))
-        for tensor in made:
+        entries = [
             self._find_entry(tensor, line=line, what=describe_output(func, tensor))
+            for tensor in made
+        ]
+        # Of two outputs in one storage there is one entry.
+        made_bytes = sum({id(entry): entry.bytes for entry in entries if entry}.values())
+        own_bytes = self._taken_bytes - made_bytes
         taken = self._scratch(func, args)
+        if own_bytes > 0:
+            self._sweep()  # what died before, where nothing was made
+            taken = (*taken, own_bytes)
         if taken:
             self._add_scratch(
                 taken, line=line, what=f"scratch memory of {get_operation_name(func)}"

@@ -5,6 +5,7 @@ to invent: a metric that is not there makes no phrase, and a part without a whol
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -156,6 +157,8 @@ def make_memory_section(metrics: Numbers) -> Section:
     owners = [(label, mib) for label, mib in _list_parts(metrics, Place.OWNERS) if mib]
     peaks = _list_parts(metrics, Place.PHASE_PEAKS)
     pool = make_phrases(metrics, Place.MEMORY)
+    if metrics.get("memory/peak_is_lower_bound"):
+        pool = [re.sub("^peak ", "peak at least ", phrase) for phrase in pool]
     trouble = make_phrases({k: v for k, v in metrics.items() if v}, Place.TROUBLE)
     host = make_phrases(metrics, Place.HOST)
     if not metrics.get("memory/host_rss_mib"):

@@ -19,6 +19,7 @@ from tasks.engine.report.report_sections import Block, Grid, Report, Section, ma
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from rich.measure import Measurement
     from rich.table import Table
 
 WIDEST = 112  # columns; longer bars say no more
@@ -40,7 +41,8 @@ def render_terminal(report: Report, command: str) -> Group:
         body.add_row("Error", _Line(report.error, "red"))
     for section in report.sections:
         body.add_row("", "")
-        body.add_row(section.title, Group(*_render_lines(section), *_render_blocks(section)))
+        told = Group(*_render_lines(section), *_render_blocks(section))
+        body.add_row(section.title, _Wide(told))
     # Unbroken: an address that a terminal wraps can still be clicked and copied.
     opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="ignore", no_wrap=True)
     return Group(_Title(report), Constrain(body, width=WIDEST), *([opening] if command else []))
@@ -60,7 +62,7 @@ def _render_blocks(section: Section) -> Iterator[Table]:
         row = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             row.add_column(ratio=1)
-        bars = [_render_bars(block) for block in section.blocks]
+        bars = [_Wide(_render_bars(block)) for block in section.blocks]
         for i in range(0, len(bars), 2):
             row.add_row(*bars[i : i + 2])
         yield row
@@ -79,8 +81,24 @@ def _render_bars(block: Block) -> Table:
         table.add_row(bar.label, bar.value, share, _Rule(bar.length))
     titled = Table.grid(expand=True)
     titled.add_row(Text(block.title, style="dim", no_wrap=True))
-    titled.add_row(table)
+    titled.add_row(_Wide(table))
     return titled
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """Takes what width there is. A table that stands in others would be measured once for each:
+    four fifths of the time of a report."""
+
+    inner: Any
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.inner
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        return Measurement(options.max_width, options.max_width)
 
 
 @dataclass(frozen=True)
