@@ -764,9 +764,11 @@ def check_watched(*things: Any) -> None:
 
 
 def _describe_unwatched(thing: Any) -> str:
+    kind = type(thing)
+    of = "" if kind.__module__ == "builtins" else f"{kind.__module__}."  # others have an Optimizer
     return (
         "watch: takes models (torch.nn.Module) and optimizers (torch.optim.Optimizer) "
-        f"(got {type(thing).__name__})"
+        f"(got {of}{kind.__name__})"
     )
 
 
