@@ -149,6 +149,7 @@ def test_with_nothing_told_there_is_still_a_device_a_peak_and_an_end(place: Path
         pass
     assert run.run["status"] == "FINISHED"
     assert run.run["tags"]["device.reason"] == "cpu, the default device of PyTorch here"
+    assert "steps: none was seen, since nothing was given to watch" in run.run["warnings"][0]
     metrics = _metrics(place)
     assert {"memory/host_rss_peak_mib", "time/total_s", "memory/held_mib"} <= metrics.keys()
     assert not [name for name in metrics if name.startswith("speed/")]
