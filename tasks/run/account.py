@@ -179,11 +179,11 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         """Watch these models and optimizers from now on."""
         self.loop.watch(*things)
 
-    @partial(guard, otherwise=lambda _, loader: iter(loader))
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield what the loader gives; time the wait for it and count its rows."""
-        found: Iterator[Any] = self.loop.iterate_batches(loader)
-        return found
+    @partial(guard, otherwise=lambda _, loader: loader)
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """Return what yields the batches of the loader, once an epoch or in each; the wait for them
+        is timed and their rows are counted."""
+        return Batches(loader, lambda: self.loop.iterate_batches(loader))
 
     @partial(guard, otherwise=lambda *_: nullcontext())
     def step(self) -> AbstractContextManager[None]:
@@ -474,6 +474,31 @@ def _load_report() -> tuple[Any, Any]:
     from tasks.engine.report import run_report
 
     return rich.console.Console, run_report
+
+
+class Batches:
+    """What a loader gives, as often as somebody iterates it; for all else it is the loader."""
+
+    def __init__(self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+        self._begun: Iterator[Any] | None = None  # by `next`
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return self._begin() if begun is None else begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._begin()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 class _Block:

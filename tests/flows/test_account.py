@@ -149,6 +149,7 @@ def test_with_nothing_told_there_is_still_a_device_a_peak_and_an_end(place: Path
         pass
     assert run.run["status"] == "FINISHED"
     assert run.run["tags"]["device.reason"] == "cpu, the default device of PyTorch here"
+    assert "steps: none was seen, since nothing was given to watch" in run.run["warnings"][0]
     metrics = _metrics(place)
     assert {"memory/host_rss_peak_mib", "time/total_s", "memory/held_mib"} <= metrics.keys()
     assert not [name for name in metrics if name.startswith("speed/")]
@@ -263,6 +264,25 @@ def test_each_process_of_torchrun_has_a_run_by_its_rank(
     assert names == ["ddp", "ddp-rank-1"]
 
 
+def test_batches_may_be_made_once_for_all_epochs_and_are_as_the_loader_else(place: Path) -> None:
+    """A loader that was wrapped before the epochs gave nothing from the second one on, and a
+    progress bar found no length."""
+    net = torch.nn.Linear(8, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=16)
+    with account(model=net, optimizer=opt, quiet=True) as run:
+        batches = run.batches(loader)
+        assert len(batches) == 4 and batches.batch_size == 16
+        for _ in range(3):
+            for (x,) in batches:
+                net(x).mean().backward()
+                opt.step()
+        first = next(batches)
+        assert len([first, *batches]) == 4, "what `next` has begun goes on"
+        assert run.loop.done == 12 and run.loop.rows == 12 * 16
+    assert len(list(batches)) == 4, "after the end, too"
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_the_workers_of_a_loader_do_not_end_the_run(place: Path) -> None:
     """A forked process has the exit functions and the signal handlers of its parent."""
@@ -325,11 +345,16 @@ def test_a_run_begins_and_ends_while_mlflow_is_away_and_is_sent_later(place: Pat
     assert _metrics(place)["train/loss"] == 0.25
 
 
+class Optimizer:
+    """One of somebody else's, which is none of PyTorch's."""
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
         ({"params": {"lr (start)": 1}}, "params: a name has letters"),
         ({"model": 3}, r"watch: takes models .* \(got int\)"),
+        ({"optimizer": Optimizer()}, r"watch: takes models .* \(got .*test_account\.Optimizer\)"),
         ({"device": "cuda:7"}, "device.name: cuda:7 is not here"),
     ],
 )

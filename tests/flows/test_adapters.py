@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flows.account import account
 from tasks.engine.accounts import own_loop
-from tests.conftest import ROOT, query
+from tests.conftest import ROOT, desk_environment, query
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 FRAMEWORKS = ("lightning", "lightning by hand", "transformers", "accelerate")
@@ -417,6 +417,56 @@ def test_a_training_whose_error_nobody_told_has_failed(place: Path) -> None:
     assert first.run["tags"]["end.reason"] == "its training was left"
     found = query(place, "select status from runs order by start_time")
     assert found == [("FAILED",), ("FINISHED",)]
+
+
+BOTH = """
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from flows.adapters.transformers import HeadroomCallback
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        out = self.layer(x)
+        return {"loss": nn.functional.cross_entropy(out, labels), "logits": out}
+
+
+rows = [{"x": torch.ones(4) * at, "labels": at % 2} for at in range(16)]
+asked = TrainingArguments("out", max_steps=4, logging_steps=1, report_to="mlflow", use_cpu=True,
+                          run_name="theirs", save_strategy="no", disable_tqdm=True)
+with HeadroomCallback(run_name="ours", quiet=True) as told:
+    trainer = Trainer(Net(), asked, train_dataset=rows, eval_dataset=rows, callbacks=[told])
+    trainer.train()
+"""
+
+
+def test_beside_the_mlflow_callback_of_transformers_there_are_two_true_runs(place: Path) -> None:
+    """MLflow knows one active run of a process, and theirs is that one."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (place / "both.py").write_text(BOTH)
+    where = {"MLFLOW_TRACKING_URI": f"sqlite:///{place}/mlflow.db"}
+    done = subprocess.run(
+        [sys.executable, "both.py"],
+        env={**desk_environment(), **where, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = query(place, "select name, status from runs order by name")
+    assert found == [("ours", "FINISHED"), ("theirs", "FINISHED")]
+    curves = query(
+        place,
+        "select name, key, count(*) from metrics join runs using (run_uuid) "
+        "where key in ('loss', 'train/loss') group by name, key order by name",
+    )
+    assert curves == [("ours", "train/loss", 4), ("theirs", "loss", 4)]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

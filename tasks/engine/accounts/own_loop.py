@@ -450,10 +450,9 @@ class OwnLoop(Guarded, raising=ASKED):
                 f"steps: optimizers stepped {self._updates:,} times and no step was counted; say "
                 "what is one by `with run.step():`"
             )
-        elif self.models and "eval" not in self._told and not self.is_deaf:
-            self._tell(
-                "steps: none was seen of the watched models; say what is one by `with run.step():`"
-            )
+        elif "eval" not in self._told and (self.models or not self.optimizers) and not self.is_deaf:
+            why = " of the watched models" if self.models else ", since nothing was given to watch"
+            self._tell(f"steps: none was seen{why}; say what is one by `with run.step():`")
 
     def _add_line(self, metrics: dict[str, float], step: int) -> None:
         self._lines.append((metrics, step))
@@ -767,9 +766,11 @@ def check_watched(*things: Any) -> None:
 
 
 def _describe_unwatched(thing: Any) -> str:
+    kind = type(thing)
+    of = "" if kind.__module__ == "builtins" else f"{kind.__module__}."  # others have an Optimizer
     return (
         "watch: takes models (torch.nn.Module) and optimizers (torch.optim.Optimizer) "
-        f"(got {type(thing).__name__})"
+        f"(got {of}{kind.__name__})"
     )
 
 
