@@ -34,7 +34,7 @@ COPY README.md LICENSE prefect-team.yaml ./
 COPY flows flows
 COPY tasks tasks
 RUN python -m compileall -q flows tasks \
-    && python -m tasks.services.first_use \
+    && python -m headroom.services.first_use \
     && chmod -R a+rwX /home/headroom
 
 # No mlflow.yaml beside `tasks`: mlflow.db and mlartifacts then lie in the folder of the run.

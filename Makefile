@@ -31,7 +31,7 @@ setup: .venv/.ready
 	@echo '2/3 PyTorch, Prefect, MLflow and what they need, from the package index: minutes'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
 	@echo '3/3 empty databases for Prefect and MLflow, so that no run waits for them: half a minute'
-	@$(BIN)/python -m tasks.services.first_use
+	@$(BIN)/python -m headroom.services.first_use
 	@touch $@
 
 train: .venv/.ready
@@ -63,15 +63,15 @@ docs: .venv/.ready
 	$(BIN)/python -m tests.test_house
 
 ui: .venv/.ready
-	$(BIN)/python -m tasks.services.serve ui
+	$(BIN)/python -m headroom.services.serve ui
 
 serve: .venv/.ready
-	$(BIN)/python -m tasks.services.serve up
+	$(BIN)/python -m headroom.services.serve up
 
 serve-down: .venv/.ready
-	$(BIN)/python -m tasks.services.serve down
+	$(BIN)/python -m headroom.services.serve down
 
-# The frameworks that flows/adapters tells of, for its tests; nothing else needs them. ultralytics lies
+# The frameworks that headroom/ tells of, for its tests; nothing else needs them. ultralytics lies
 # apart: its torchvision is built for CUDA, and where PyTorch is not, transformers would find it.
 .venv/.adapters: .venv/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate]'

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.conditions import publish
-from flows.account import account
-from tasks.run.account import Account
+from headroom import account
+from headroom.run.account import Account
 
 TURNS, STEPS = 200, 20
 FITS, LONG, WARM = 10, 400, 50  # turns of a framework's whole trainings; their steps
@@ -202,7 +202,7 @@ def _load() -> torch.utils.data.DataLoader[dict[str, Tensor]]:
 def _fit_by_lightning(is_told: bool) -> float:
     import lightning.pytorch as pl
 
-    from flows.adapters.lightning import HeadroomCallback
+    from headroom.lightning import HeadroomCallback
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ def _fit_by_lightning(is_told: bool) -> float:
 def _fit_by_transformers(is_told: bool) -> float:
     from transformers import Trainer, TrainingArguments
 
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     asked = TrainingArguments(
         output_dir="hf",
@@ -259,7 +259,7 @@ def _fit_by_transformers(is_told: bool) -> float:
 def _fit_by_accelerate(is_told: bool) -> float:
     from accelerate import Accelerator
 
-    from flows.adapters.accelerate import HeadroomTracker
+    from headroom.accelerate import HeadroomTracker
 
     net = _Named()
     made = torch.optim.AdamW(net.parameters())
@@ -279,7 +279,7 @@ def _fit_by_accelerate(is_told: bool) -> float:
 def _time_start() -> float:
     """Seconds of `begin` in a process of its own, which has imported the account."""
     code = (
-        "import time, torch\nfrom flows.account import account\nfrom torch import nn\n"
+        "import time, torch\nfrom headroom import account\nfrom torch import nn\n"
         "net = nn.Linear(1, 1)\nbegan = time.perf_counter()\n"
         "run = account(model=net, quiet=True).begin()\n"
         "print(time.perf_counter() - began)\nrun.end()"

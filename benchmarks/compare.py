@@ -17,12 +17,12 @@ from mlflow.entities import Metric, Param, RunTag
 
 from benchmarks.compare_pages import NOISE, ROWS, measure_share, measure_stressed
 from benchmarks.conditions import publish
-from tasks.comparison import page
-from tasks.comparison.page import MAX_GROUPS
-from tasks.comparison.run_groups import MeasuredRun, group_runs
-from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.query_runs import ExperimentRuns
-from tasks.tracking.tracking_settings import TrackingSettings
+from headroom.comparison import page
+from headroom.comparison.page import MAX_GROUPS
+from headroom.comparison.run_groups import MeasuredRun, group_runs
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.query_runs import ExperimentRuns
+from headroom.tracking.tracking_settings import TrackingSettings
 
 RUNS, SERIES = 1_000, 100  # runs, and points of each one's loss
 PAGES = 2_000

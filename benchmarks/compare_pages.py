@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tasks.comparison.page import compare_groups
-from tasks.comparison.run_groups import MeasuredRun, group_runs
+from headroom.comparison.page import compare_groups
+from headroom.comparison.run_groups import MeasuredRun, group_runs
 
 NOISE = 0.03  # the standard deviation of a speed, as a share of it
 PHASES = {"data_wait": 0.05, "forward": 0.3, "backward": 0.5, "optimizer": 0.1}  # of a step

@@ -25,12 +25,12 @@ from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.headroom import Tracker, tracking
 from benchmarks.trial import Trial, ready
-from tasks.engine.accounts.phases import EventClock, HostClock, Phases, Watched
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.memory_meter import MemoryMeter
-from tasks.engine.settings.read_settings import override_config
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
+from headroom.device.detection import detect_best_device
+from headroom.settings.read_settings import override_config
+from headroom.training import trainer
+from headroom.training.plan import make_plan
+from headroom.watch.memory_meter import MemoryMeter
+from headroom.watch.phases import EventClock, HostClock, Phases, Watched
 
 PAIRS = 50
 # Seconds of a turn: what counts, and before it what does not: it has to come to the first sending.
@@ -103,7 +103,9 @@ def _tracked(trial: Trial, uri: str, pairs: int, scratch: Path) -> tuple[list[fl
         epoch_s = min(first) * trial.steps
         turns = Turns(ceil(COUNTED_S / epoch_s), ceil(BEFORE_S / epoch_s))
         process = next(
-            p for p in psutil.Process().children() if "tasks.tracking.mlflow_sender" in p.cmdline()
+            p
+            for p in psutil.Process().children()
+            if "headroom.tracking.mlflow_sender" in p.cmdline()
         )
         metrics, cpu_s = logged.metrics, sum(process.cpu_times()[:2])
         found = _turns(trial, logged, pairs, turns, scratch, log_every=1)

@@ -21,16 +21,16 @@ import torch
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns
 from benchmarks.workloads import images
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.launch.placement import count_processes
-from tasks.engine.launch.processes import train_in_processes
-from tasks.engine.launch.rank import Job
-from tasks.engine.settings.read_settings import make_config
-from tasks.engine.settings.run_config import LaunchConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.engine.training.admission import PastRuns
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.launch.placement import count_processes
+from headroom.launch.processes import train_in_processes
+from headroom.launch.rank import Job
+from headroom.settings.read_settings import make_config
+from headroom.settings.run_config import LaunchConfig
+from headroom.training import trainer
+from headroom.training.admission import PastRuns
+from headroom.training.plan import make_plan
 
 ROUNDS = 5
 PROCESSES = 2  # on a CPU; else as many as there are GPUs

@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, median_ratio
-from tasks.engine.base import scores
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
+from headroom.base import scores
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.training import trainer
+from headroom.training.plan import make_plan
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "digits, 1,438 rows": {"data": {}, "train": {"epochs": 20}},

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trial import Reading, Span, Trial
-from tasks.engine.base.seeds import seed_everything
-from tasks.engine.device.detection import AMP_DTYPES
+from headroom.base.seeds import seed_everything
+from headroom.device.detection import AMP_DTYPES
 
 Call = Callable[[], object]
 

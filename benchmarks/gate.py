@@ -22,13 +22,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.conditions import publish
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.settings.read_settings import make_config
-from tasks.engine.settings.run_config import GateConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.run.gate import (
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.run.gate import (
     CORE_WAIT,
     FIGURES,
     GATES,
@@ -39,6 +35,10 @@ from tasks.run.gate import (
     Verdict,
     judge_run,
 )
+from headroom.settings.read_settings import make_config
+from headroom.settings.run_config import GateConfig
+from headroom.training import trainer
+from headroom.training.plan import make_plan
 
 RUNS = 100
 HISTORIES, LENGTH, BLOCK, PLANTED_AT, WITHIN = 500, 30, 5, 20, 3

@@ -14,12 +14,12 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.trial import Reading, Trial
-from tasks.engine.accounts.step_metrics import Log
-from tasks.engine.base.facts import TrainFacts
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.tracking.journal import Journal
-from tasks.tracking.tracking_settings import TrackingSettings
+from headroom.base.facts import TrainFacts
+from headroom.tracking.journal import Journal
+from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.training import trainer
+from headroom.training.plan import make_plan
+from headroom.watch.step_metrics import Log
 
 # What a run that trained to its end tells its journal last.
 ENDED = {"status": "FINISHED", "name": "benchmark", "params": {}, "tags": {}, "metrics": {}}

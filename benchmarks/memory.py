@@ -21,15 +21,15 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, spread
-from tasks.engine.base.facts import DeviceFacts, TrainFacts
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.allocation_log import MIB
-from tasks.engine.settings.read_settings import override_config
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.engine.training.forecast import forecast_training
+from headroom.base.facts import DeviceFacts, TrainFacts
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.read_settings import override_config
+from headroom.settings.run_config import RunConfig
+from headroom.training import trainer
+from headroom.training.forecast import forecast_training
+from headroom.training.plan import make_plan
+from headroom.watch.allocation_log import MIB
 
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
 BATCHES = (16, 64, 256)

@@ -23,9 +23,9 @@ from pyarrow import csv, parquet
 
 from benchmarks.conditions import RESULTS, publish
 from benchmarks.turns import in_turns, median_ratio, spread
-from tasks.engine.base.units import format_mebibytes
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.settings.run_config import DataConfig
+from headroom.base.units import format_mebibytes
+from headroom.data.preparation import prepare_dataset
+from headroom.settings.run_config import DataConfig
 
 BAR = 1.3  # of CSV
 NOTES = """

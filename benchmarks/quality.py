@@ -26,11 +26,11 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import mean_absolute_error, r2_score
 
 from benchmarks.conditions import publish
-from tasks.engine.data.preparation import load_arrays, prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.trainer import train
+from headroom.data.preparation import load_arrays, prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.training.plan import make_plan
+from headroom.training.trainer import train
 
 SPLITS = 3
 BAR = -0.03  # against the linear model, in the mean over the splits

@@ -21,12 +21,12 @@ from benchmarks.conditions import publish
 from benchmarks.headroom import ENDED, NO_TRACKER, timed, where_to
 from benchmarks.trial import Trial
 from benchmarks.turns import in_turns
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.tracking.journal import Journal
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.journal import Journal
+from headroom.training import trainer
+from headroom.training.plan import make_plan
 
 Costs = dict[str, float]  # seconds by what they were spent on
 Fit = Callable[[Sequence[float], Sequence[float]], str]

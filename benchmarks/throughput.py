@@ -27,8 +27,8 @@ from benchmarks.peers import loops
 from benchmarks.trial import Reading, Trial, ready
 from benchmarks.turns import in_turns, median_ratio, spread
 from benchmarks.workloads import Workload
-from tasks.engine.accounts.throughput import find_peak_flops
-from tasks.engine.device.detection import detect_best_device
+from headroom.device.detection import detect_best_device
+from headroom.watch.throughput import find_peak_flops
 
 Run = Callable[[], Reading]
 FRAMEWORKS = ("lightning", "accelerate")

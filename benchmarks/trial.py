@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads import Workload
-from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.data import preparation as prepared
-from tasks.engine.device.detection import make_autocast, resolve_precision
-from tasks.engine.memory.allocators import wait_for_device
-from tasks.engine.models import builtin
-from tasks.engine.settings.read_settings import override_config
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import Plan, make_plan
-from tasks.engine.training.check_training import check_plan
+from headroom.base.facts import DataFacts, DeviceFacts
+from headroom.data import preparation as prepared
+from headroom.device.detection import make_autocast, resolve_precision
+from headroom.models import builtin
+from headroom.settings.read_settings import override_config
+from headroom.settings.run_config import RunConfig
+from headroom.training.check_training import check_plan
+from headroom.training.plan import Plan, make_plan
+from headroom.watch.allocators import wait_for_device
 
 T = TypeVar("T")
 

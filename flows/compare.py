@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
     # It answers --help and bad settings before prefect is imported.
@@ -25,11 +25,11 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from flows.cli.compare_command import parse_comparison
-from tasks.comparison.comparison import open_comparison
-from tasks.comparison.grid import ComparisonRequest
-from tasks.engine.base.units import make_printable
-from tasks.process.redaction import redact_command_line, redact_errors
-from tasks.run.flow_run import CalledFlow, mark_begun
+from headroom.base.units import make_printable
+from headroom.comparison.comparison import open_comparison
+from headroom.comparison.grid import ComparisonRequest
+from headroom.process.redaction import redact_command_line, redact_errors
+from headroom.run.flow_run import CalledFlow, mark_begun
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:

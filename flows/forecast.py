@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.engine.settings.read_settings import ConfigError
+from headroom.settings.read_settings import ConfigError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code."""
     asked = parse(arguments)
-    from tasks.engine.training.loop_forecast import forecast_own_step
+    from headroom.training.loop_forecast import forecast_own_step
 
     try:
         found: Any = forecast_own_step(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.engine.base.units import make_printable
-from tasks.engine.settings.read_settings import ConfigError
+from headroom.base.units import make_printable
+from headroom.settings.read_settings import ConfigError
 
 MODEL = '''\
 """The model: any nn.Module. It is built with the arguments under `model.args`, and told the shape

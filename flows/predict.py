@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
     # It answers --help and bad words before prefect is imported.
@@ -26,13 +26,13 @@ from typing import Any
 
 from prefect import flow
 
+from headroom.prediction.request import make_order
+from headroom.run.flow_run import mark_begun
+from headroom.settings.run_config import DeviceConfig
 from tasks.detect_device import detect_device
-from tasks.engine.predict.request import make_order
-from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
 from tasks.predict_rows import predict_rows
 from tasks.release_memory import release_memory
-from tasks.run.flow_run import mark_begun
 
 
 @flow(name="predict")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
 
@@ -31,7 +31,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.engine.base.units import (
+from headroom.base.units import (
     ELLIPSIS,
     format_clock,
     format_mebibytes,
@@ -39,8 +39,12 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
-from tasks.run.known_runs import KnownRun, find_called_runs, find_user_name, list_known_runs
-from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
+from headroom.run.known_runs import KnownRun, find_called_runs, find_user_name, list_known_runs
+from headroom.tracking.tracking_settings import (
+    TrackingError,
+    TrackingSettings,
+    read_tracking_settings,
+)
 
 EVERY_S = 2.0
 # The last ones go first where there is no room; those of a live training are told below it then.
@@ -86,7 +90,7 @@ def _accept_level(word: str, where: TrackingSettings) -> str:
         raise TrackingError(
             f"--accept {word[:80]}: is {len(found)} runs; name one by its id: {ids}"
         )
-    from tasks.tracking.query_runs import accept_level  # imports mlflow
+    from headroom.tracking.query_runs import accept_level  # imports mlflow
 
     runs = accept_level(where, found[0].run_id if found else word)
     more = f", and the {len(runs) - 1} after it of its kind" if len(runs) > 1 else ""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
 
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from tasks.engine.base.units import make_printable
-from tasks.run.known_runs import (
+from headroom.base.units import make_printable
+from headroom.run.known_runs import (
     KnownRun,
     LiveRun,
     find_called_runs,
@@ -35,8 +35,8 @@ from tasks.run.known_runs import (
     list_known_runs,
     read_run_folder,
 )
-from tasks.services.parts import is_running
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from headroom.services.parts import is_running
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 ASK_EVERY_S = 0.1
 TWICE_S = 0.5  # between two signals: of two that come at once a process hears one

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
     from flows.cli.tidy_command import main  # it needs no prefect
@@ -23,10 +23,10 @@ import logging
 from prefect import flow
 
 from flows.cli.tidy_command import describe_action, parse_age_s
-from tasks.run.tidy import clean_up
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.run.tidy import clean_up
+from headroom.tracking.tracking_settings import read_tracking_settings
 
-log = logging.getLogger("tasks.run.tidy")  # Prefect shows what the tasks log
+log = logging.getLogger("headroom.run.tidy")  # Prefect shows what the tasks log
 
 
 @flow(name="tidy")

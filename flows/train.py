@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process.first_signals import answer_first_interrupt
+    from headroom.process.first_signals import answer_first_interrupt
 
     answer_first_interrupt()  # before the imports that take time
-    from tasks.process.command import exit_process, start_command
+    from headroom.process.command import exit_process, start_command
 
     start_command()
     # It answers --help and bad settings before prefect is imported.
@@ -25,12 +25,12 @@ from typing import Any
 from prefect import flow
 
 from flows.cli.from_python import make_python_callable
+from headroom.run.flow_run import make_run_name, open_run, publish_run
+from headroom.settings.run_config import RunConfig
+from headroom.training.plan import make_plan
 from tasks.detect_device import detect_device
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
-from tasks.run.flow_run import make_run_name, open_run, publish_run
 from tasks.train_model import train_model
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.device.detection import check_memory_limit, detect_best_device, resolve_precision
-from tasks.engine.device.leases import Leases
-from tasks.engine.distributed.ranks import read_ranks_from_environment
-from tasks.engine.launch.placement import choose_device_name, count_processes
-from tasks.engine.memory.leaks import take_baseline
-from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
-from tasks.process.run_task import run_task
+from headroom.base.facts import DeviceFacts
+from headroom.device.detection import check_memory_limit, detect_best_device, resolve_precision
+from headroom.device.leases import Leases
+from headroom.launch.placement import choose_device_name, count_processes
+from headroom.process.run_task import run_task
+from headroom.ranks.ranks import read_ranks_from_environment
+from headroom.settings.run_config import DeviceConfig, LaunchConfig
+from headroom.watch.leaks import take_baseline
 
 log = logging.getLogger(__name__)
 

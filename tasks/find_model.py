@@ -8,12 +8,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tasks.engine.base.facts import ModelFacts
-from tasks.engine.predict import prediction
-from tasks.engine.predict.request import Order
-from tasks.process.run_task import run_task
-from tasks.tracking import ask_mlflow
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.base.facts import ModelFacts
+from headroom.prediction import prediction
+from headroom.prediction.request import Order
+from headroom.process.run_task import run_task
+from headroom.tracking import ask_mlflow
+from headroom.tracking.tracking_settings import read_tracking_settings
 
 
 @run_task

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.units import format_mebibytes
-from tasks.engine.data.preparation import check_data, prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.device.memory_limit import compute_room_bytes
-from tasks.engine.settings.read_settings import check_imports, override_config
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.admission import read_free_bytes
-from tasks.engine.training.check_training import check_plan
-from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
-from tasks.engine.training.loop_forecast import TAKEN_MIB, make_absent_gpu
-from tasks.run.preflight import prepare_and_check
-from tasks.tracking.ask_mlflow import read_past_metrics
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.base.facts import DataFacts, DeviceFacts
+from headroom.base.units import format_mebibytes
+from headroom.data.preparation import check_data, prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.device.memory_limit import compute_room_bytes
+from headroom.run.preflight import prepare_and_check
+from headroom.settings.read_settings import check_imports, override_config
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.ask_mlflow import read_past_metrics
+from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.training.admission import read_free_bytes
+from headroom.training.check_training import check_plan
+from headroom.training.forecast import Forecast, find_largest_micro_batch, forecast_training
+from headroom.training.loop_forecast import TAKEN_MIB, make_absent_gpu
+from headroom.training.plan import make_plan
 
 MIB = 1024**2
 MOST_DOUBLINGS = 20

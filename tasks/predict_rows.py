@@ -4,11 +4,11 @@ whatever it allocated on the device is freed when it returns, and when it raises
 
 from __future__ import annotations
 
-from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
-from tasks.engine.predict import prediction
-from tasks.engine.predict.request import Order
-from tasks.process.run_task import run_task
-from tasks.run.progress import RowsProgress
+from headroom.base.facts import DeviceFacts, ModelFacts, PredictFacts
+from headroom.prediction import prediction
+from headroom.prediction.request import Order
+from headroom.process.run_task import run_task
+from headroom.run.progress import RowsProgress
 
 
 @run_task

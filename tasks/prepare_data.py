@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import threading
 
-from tasks.engine.base import scores
-from tasks.engine.base.facts import DataFacts
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.settings.run_config import DataConfig
-from tasks.process.run_task import run_task
+from headroom.base import scores
+from headroom.base.facts import DataFacts
+from headroom.data.preparation import prepare_dataset
+from headroom.process.run_task import run_task
+from headroom.settings.run_config import DataConfig
 
 
 @run_task

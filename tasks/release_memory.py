@@ -8,9 +8,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tasks.engine.base.facts import DeviceFacts, Owner, ReleaseFacts
-from tasks.engine.memory.leaks import LeakError, describe_leak, release_device_memory
-from tasks.process.run_task import run_task
+from headroom.base.facts import DeviceFacts, Owner, ReleaseFacts
+from headroom.process.run_task import run_task
+from headroom.watch.leaks import LeakError, describe_leak, release_device_memory
 
 log = logging.getLogger(__name__)
 

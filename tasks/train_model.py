@@ -8,18 +8,18 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
-from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
-from tasks.engine.launch.placement import count_processes
-from tasks.engine.launch.rank import Job, train_together
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step.plan import Plan
-from tasks.engine.training import trainer
-from tasks.engine.training.admission import PastRuns
-from tasks.engine.training.loop import StopRequest
-from tasks.process import signals
-from tasks.process.run_task import run_task
+from headroom.base.facts import TrainFacts
+from headroom.launch.placement import count_processes
+from headroom.launch.rank import Job, train_together
+from headroom.process import signals
+from headroom.process.run_task import run_task
+from headroom.ranks.ranks import read_ranks_from_environment as ranks_asked
+from headroom.settings.read_settings import ConfigError
+from headroom.training import trainer
+from headroom.training.admission import PastRuns
+from headroom.training.kept_steps import CHECKPOINTS, list_steps
+from headroom.training.loop import StopRequest
+from headroom.training.plan import Plan
 
 
 @run_task
@@ -53,7 +53,7 @@ def train_model(
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
             # Imports PyTorch's elastic agent, a tenth of a second.
-            from tasks.engine.launch.processes import train_in_processes
+            from headroom.launch.processes import train_in_processes
 
             return train_in_processes(
                 job,

@@ -29,15 +29,15 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch.optim would import in each fork
 
-from tasks.engine.checkpoint import checkpoint_files, kept_steps
-from tasks.engine.checkpoint.checkpoints import read_newest
-from tasks.engine.device.leases import Leases
-from tasks.engine.training.loop import StopRequest
-from tasks.process import signals
+from headroom.device.leases import Leases
+from headroom.process import signals
+from headroom.training import checkpoint_files, kept_steps
+from headroom.training.checkpoints import read_newest
+from headroom.training.loop import StopRequest
 from tests.chaos_runs import Broken, Runs
 from tests.conftest import warm_python
-from tests.engine.checkpoint.test_checkpoint_files import damage, written_pair
-from tests.engine.checkpoint.test_resume import SAME, WAYS, same_to_the_bit, train
+from tests.training.test_checkpoint_files import damage, written_pair
+from tests.training.test_resume import SAME, WAYS, same_to_the_bit, train
 
 ROOT = Path(__file__).parent.parent
 COUNTS = {

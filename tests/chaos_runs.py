@@ -24,21 +24,21 @@ from typing import Any
 import torch
 
 from flows import stop
+from headroom.base.file_lock import is_held
+from headroom.process import signals
+from headroom.run.known_runs import list_known_runs, list_run_folders, read_json, read_start
+from headroom.run.record import Record
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.journal import SENDING_LOCK
+from headroom.tracking.tracking_settings import TrackingError
+from headroom.training import trainer
+from headroom.training.kept_steps import CHECKPOINTS, list_steps
+from headroom.training.loop import StopRequest
+from headroom.training.plan import make_plan
 from tasks.detect_device import detect_device
-from tasks.engine.base.file_lock import is_held
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.engine.training.loop import StopRequest
 from tasks.prepare_data import prepare_data
-from tasks.process import signals
 from tasks.release_memory import release_memory
-from tasks.run.known_runs import list_known_runs, list_run_folders, read_json, read_start
-from tasks.run.record import Record
-from tasks.tracking.journal import SENDING_LOCK
-from tasks.tracking.tracking_settings import TrackingError
 from tasks.train_model import train_model
 
 KEY = "chaos"
@@ -459,7 +459,7 @@ def _flow(place: Path, way: Way) -> None:
 
 def _sweep(place: Path) -> None:
     """What the sending process of another run does at its end, again and again."""
-    from tasks.tracking.mlflow_store import remove_old_journals  # imports MLflow
+    from headroom.tracking.mlflow_store import remove_old_journals  # imports MLflow
 
     until = time.monotonic() + 1.5
     while time.monotonic() < until:

@@ -34,17 +34,17 @@ SLOW = (
     "flows/test_scheduled",
     "test_readme",
     "flows/cli/test_train_command",
-    "engine/files/test_fuzz_readers",
-    "engine/launch/test_rank",
+    "data/test_fuzz_readers",
+    "launch/test_rank",
     "flows/test_team",
-    "engine/launch/test_processes",
+    "launch/test_processes",
     "test_chaos",
     "flows/test_compare",
     "flows/test_runs",
     "flows/test_retry",
     "flows/test_many_processes",
-    "tasks/tracking/test_mlflow_away",
-    "tasks/tracking/test_send_later",
+    "headroom/tracking/test_mlflow_away",
+    "headroom/tracking/test_send_later",
     "flows/test_search",
     "flows/test_own",
     "flows/test_framework_loops",
@@ -54,13 +54,13 @@ SLOW = (
     "tasks/test_forecast_other_gpus",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
-    "engine/distributed/test_sharding",
+    "ranks/test_sharding",
     "flows/test_secrets",
-    "tasks/tracking/test_mlflow_sender",
-    "tasks/tracking/test_orphaned_runs",
-    "tasks/tracking/test_postgresql",
+    "headroom/tracking/test_mlflow_sender",
+    "headroom/tracking/test_orphaned_runs",
+    "headroom/tracking/test_postgresql",
 )
-LONGEST = ("flows/test_train", "engine/files/test_read_tables", "engine/training/test_trainer")
+LONGEST = ("flows/test_train", "data/test_read_tables", "training/test_trainer")
 
 
 def warm_python(folder: Path, python: str) -> str:
@@ -131,8 +131,8 @@ def prefect_api() -> Iterator[str]:
         temporary_settings,
     )
 
-    from tasks.process import run_task
-    from tasks.services import local_prefect
+    from headroom.process import run_task
+    from headroom.services import local_prefect
 
     run_task.fix_prefect_after_fork()
     with local_prefect.share_server(local_prefect.find_prefect_home()) as url:

@@ -32,18 +32,18 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
-    "tasks/engine/data/targets.py": ["files/test_split.py"],
-    "tasks/engine/data/row_parts.py": ["data/test_row_parts.py"],
-    "tasks/engine/base/scores.py": ["data/test_figures.py"],
-    "tasks/engine/data/encoding.py": ["files/test_encoding.py"],
-    "tasks/engine/step/optim.py": ["step/test_optim.py"],
-    "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
-    "tasks/engine/step/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
-    "tasks/engine/step/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
-    "tasks/engine/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
-    "tasks/engine/training/admission.py": ["training/test_admission.py"],
-    "tasks/engine/training/forecast.py": ["training/test_forecast.py"],
-    "tasks/engine/memory/leaks.py": ["memory/test_leaks.py"],
+    "headroom/data/targets.py": ["files/test_split.py"],
+    "headroom/data/row_parts.py": ["data/test_row_parts.py"],
+    "headroom/base/scores.py": ["data/test_figures.py"],
+    "headroom/data/encoding.py": ["files/test_encoding.py"],
+    "headroom/training/optim.py": ["step/test_optim.py"],
+    "headroom/training/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
+    "headroom/training/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
+    "headroom/training/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
+    "headroom/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
+    "headroom/training/admission.py": ["training/test_admission.py"],
+    "headroom/training/forecast.py": ["training/test_forecast.py"],
+    "headroom/watch/leaks.py": ["memory/test_leaks.py"],
 }
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.txt"
 LEAST_KILLED = 0.9

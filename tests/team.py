@@ -26,8 +26,8 @@ import psutil
 from ruamel.yaml import YAML
 from sqlalchemy import create_engine, text
 
-from tasks.process.prefect_http import call_api, is_healthy
-from tasks.services.parts import await_end, end_processes
+from headroom.process.prefect_http import call_api, is_healthy
+from headroom.services.parts import await_end, end_processes
 
 ROOT = Path(__file__).parent.parent
 SERVICES = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]

@@ -47,10 +47,10 @@ ROOMS = (
     *(f"tasks.engine.{room}" for room in ENGINE_ROOMS),
     *(f"tasks.{room}" for room in TASKS_ROOMS),
     "tasks",
-    "tasks.comparison",
+    "headroom.comparison",
     "flows.cli",
     "flows",
-    "flows.adapters",
+    "headroom",
 )
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
@@ -120,7 +120,7 @@ def test_imports_run_along_the_list_of_rooms(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "room", [room for room in ROOMS if room not in ("tasks", "flows.adapters", "flows")]
+    "room", [room for room in ROOMS if room not in ("tasks", "headroom", "flows")]
 )
 def test_from_outside_a_room_is_entered_by_its_front_doors(room: str) -> None:
     used = {
@@ -140,18 +140,18 @@ def test_only_the_sending_process_imports_mlflow(module: str) -> None:
     """What the training process imports of tracking/ does not bring mlflow along."""
     if "mlflow" not in _names(MODULES[module]):
         return
-    assert _room(module) == "tasks.tracking"
+    assert _room(module) == "headroom.tracking"
     importers = {m for m in MODULES if module in _needs(m)} - {
-        "tasks.services.serve",
-        "tasks.services.first_use",
-        "tasks.comparison.comparison",
+        "headroom.services.serve",
+        "headroom.services.first_use",
+        "headroom.comparison.comparison",
         "flows.runs",  # for --accept
     }
-    assert all(_room(m) == "tasks.tracking" for m in importers)
+    assert all(_room(m) == "headroom.tracking" for m in importers)
 
 
 @pytest.mark.parametrize(
-    "module", [m for m in MODULES if m.startswith("flows.") and _room(m) != "flows.adapters"]
+    "module", [m for m in MODULES if m.startswith("flows.") and _room(m) != "headroom"]
 )
 def test_flows_hold_no_classes_and_no_torch(module: str) -> None:
     assert "torch" not in _names(MODULES[module])
@@ -186,8 +186,8 @@ def test_no_engine_module_brings_prefect_or_mlflow_along() -> None:
         "flows.runs",
         "flows.stop",
         "flows.cli.tidy_command",
-        "tasks.services.local_prefect",
-        "tasks.tracking.journal",
+        "headroom.services.local_prefect",
+        "headroom.tracking.journal",
     ],
 )
 def test_what_answers_first_imports_nothing_slow(module: str) -> None:
@@ -203,7 +203,7 @@ def test_what_answers_first_imports_nothing_slow(module: str) -> None:
 def test_no_process_that_asks_mlflow_imports_torch(name: str) -> None:
     """The sending process did: 2 s of a core and 150 MiB beside each run."""
     code = (
-        f"import sys, tasks.tracking.{name}\n"
+        f"import sys, headroom.tracking.{name}\n"
         "print([m for m in ('torch', 'prefect') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -242,7 +242,7 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
 
 
 def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
-    from tasks.engine.settings.run_config import RunConfig
+    from headroom.settings.run_config import RunConfig
 
     settings = YAML(typ="safe").load(ROOT / "mlflow.yaml")
     leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
@@ -293,8 +293,8 @@ def _rooms() -> Iterator[str]:
 
 def _generated() -> dict[str, dict[str, str]]:
     """Of each page its generated parts, by the names that stand in its comments."""
-    from tasks.engine.base.names import make_markdown_tables
-    from tasks.engine.settings.table import make_markdown_table
+    from headroom.base.names import make_markdown_tables
+    from headroom.settings.table import make_markdown_table
 
     house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
     return {
@@ -339,17 +339,17 @@ def _listed_names(node: ast.AST, known: set[str]) -> list[str]:
 
 def test_there_is_one_list_of_the_names_of_metrics() -> None:
     """There were some thirty tuples and dicts of them, each with its own order, words and gaps."""
-    from tasks.engine.base.names import METRICS
+    from headroom.base.names import METRICS
 
     known = {metric.name for metric in METRICS}
     lists = {
         f"{name}:{node.lineno}": found
         for name, file in MODULES.items()
-        if name != "tasks.engine.base.names"
+        if name != "headroom.base.names"
         for node in ast.walk(ast.parse(file.read_text()))
         if len(found := _listed_names(node, known)) > 2
     }
-    assert not lists, "give these a Place in tasks/engine/base/names.py"
+    assert not lists, "give these a Place in headroom/base/names.py"
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tasks.engine.distributed import ranks
-from tasks.run.failures import classify_failure
+from headroom.ranks import ranks
+from headroom.run.failures import classify_failure
 from tests.ranks import on_ranks
 
 

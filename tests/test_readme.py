@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What does not run here, by a part of the command, and why not.
 LEFT_OUT = {
-    "make ui": "it serves until it is ended: tests/tasks/services/test_serve.py",
+    "make ui": "it serves until it is ended: tests/services/test_serve.py",
     "make serve ": "tests/flows/test_scheduled.py",
     "make serve-down": "tests/flows/test_scheduled.py",
     "docker ": "needs Docker: tests/flows/test_team.py starts what compose.yaml names",
@@ -33,10 +33,10 @@ LEFT_OUT = {
     "prefect flow-run ls": "needs `make serve`: tests/flows/test_scheduled.py",
     "PREFECT_API_URL": "names the server of `make serve`",
     ".venv/bin/activate": "done for every block",
-    "flows.runs --accept RUN": "it takes a run: tests/tasks/tracking/test_mlflow_sender.py",
+    "flows.runs --accept RUN": "it takes a run: tests/tracking/test_mlflow_sender.py",
     "flows.runs --watch": "it watches until Ctrl-C: tests/flows/test_runs.py",
     "flows.stop night": "needs a training that lives: tests/flows/test_runs.py",
-    "--devices all": "one training after another: tests/tasks/comparison/test_grid.py",
+    "--devices all": "one training after another: tests/comparison/test_grid.py",
     "--search tpe --trials 30": "30 trainings: tests/flows/test_search.py",
     "book.txt": "trains a large model",
     "models:/churn@champion": "needs a registered model: tests/flows/test_predict.py",

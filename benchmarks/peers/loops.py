@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trial import Reading, Span, Trial, loss, tracked
-from tasks.engine.base.seeds import seed_everything
+from headroom.base.seeds import seed_everything
 
 
 def tutorial(trial: Trial) -> Reading:

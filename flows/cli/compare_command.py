@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 
 from flows.cli import flags
-from tasks.comparison import grid, search_space
-from tasks.comparison.grid import ComparisonRequest
-from tasks.comparison.search_space import Range, Search
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.process import signals
-from tasks.process.redaction import redact_output
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from headroom.comparison import grid, search_space
+from headroom.comparison.grid import ComparisonRequest
+from headroom.comparison.search_space import Range, Search
+from headroom.process import signals
+from headroom.process.redaction import redact_output
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 INSTALL = "pip install -c constraints.txt -e '.[search]' brings it"
 _EXAMPLES = """\
@@ -74,7 +74,7 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
 
 def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
     from flows.compare import compare
-    from tasks.run.flow_run import run_at_desk
+    from headroom.run.flow_run import run_at_desk
 
     signals.enable_signal_exceptions()
     return int(run_at_desk(compare, compare.fn, words=argv, plan=asked))

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.engine.base.secret_names import HIDDEN, is_secret
-from tasks.engine.settings.read_settings import ConfigError, resolve_config
-from tasks.engine.settings.table import MAPPINGS, describe_setting, list_settings
+from headroom.base.secret_names import HIDDEN, is_secret
+from headroom.settings.read_settings import ConfigError, resolve_config
+from headroom.settings.table import MAPPINGS, describe_setting, list_settings
 
 _VALUES = {
     "--config": ("FILE", "Settings in YAML: sections, or dotted names."),
@@ -114,8 +114,8 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     if elsewhere is not None and not known.forecast:
         problems.append("--for: goes with --forecast")
     if resume is not None:
-        from tasks.run.resume import find_resumed_folder  # imports PyTorch
-        from tasks.tracking.tracking_settings import read_tracking_settings
+        from headroom.run.resume import find_resumed_folder  # imports PyTorch
+        from headroom.tracking.tracking_settings import read_tracking_settings
 
         # The settings that it was begun with, and those of now over them.
         resume = str(find_resumed_folder(Path(read_tracking_settings().runs), resume))

@@ -18,14 +18,14 @@ from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
-from tasks.engine.base.secret_texts import hide_secrets
-from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets, make_config
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.settings.table import describe_setting, list_settings
-from tasks.run.flow_run import CalledFlow, run_at_desk
-from tasks.run.gate import GateFailed
-from tasks.run.preflight import BAD_INPUT, mark_checked, resolve_and_check
-from tasks.run.resume import read_resumed_settings
+from headroom.base.secret_texts import hide_secrets
+from headroom.run.flow_run import CalledFlow, run_at_desk
+from headroom.run.gate import GateFailed
+from headroom.run.preflight import BAD_INPUT, mark_checked, resolve_and_check
+from headroom.run.resume import read_resumed_settings
+from headroom.settings.read_settings import ConfigError, hide_config_secrets, make_config
+from headroom.settings.run_config import RunConfig
+from headroom.settings.table import describe_setting, list_settings
 
 
 def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from flows.cli.train_command import run_with_server
-from tasks.engine.predict.request import ARRAY_FILES, make_order
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import TABLE_FILES
-from tasks.process import signals
-from tasks.process.redaction import redact_output
-from tasks.tracking import ask_mlflow
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from headroom.prediction.request import ARRAY_FILES, make_order
+from headroom.process import signals
+from headroom.process.redaction import redact_output
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import TABLE_FILES
+from headroom.tracking import ask_mlflow
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 _DESCRIPTION = """\
 Predict every row of a file with a model that was trained here, on any device,
@@ -116,8 +116,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _run_flow(asked: dict[str, Any]) -> int:
     from flows.predict import predict
-    from tasks.engine.base.units import format_number, format_seconds
-    from tasks.run.flow_run import run_at_desk
+    from headroom.base.units import format_number, format_seconds
+    from headroom.run.flow_run import run_at_desk
 
     signals.enable_signal_exceptions()
     done = run_at_desk(predict, predict.fn, **asked)

@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Sequence
 
-from tasks.engine.base.units import make_printable
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.process.redaction import redact_output
-from tasks.run.tidy import TidyAction, clean_up
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from headroom.base.units import make_printable
+from headroom.process.redaction import redact_output
+from headroom.run.tidy import TidyAction, clean_up
+from headroom.settings.read_settings import ConfigError
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 PAST = {"end": "ended", "send": "sent", "set": "set", "remove": "removed"}

@@ -19,21 +19,21 @@ from typing import Any
 import psutil
 
 from flows.cli.flags import make_resume_words, parse_training
-from tasks.engine.base.units import make_printable
-from tasks.engine.launch import launcher
-from tasks.engine.settings import read_settings
-from tasks.engine.settings.read_settings import (
+from headroom.base.units import make_printable
+from headroom.launch import launcher
+from headroom.process import command, prefect_http, signals
+from headroom.process.redaction import redact, redact_output
+from headroom.services import local_prefect
+from headroom.settings import read_settings
+from headroom.settings.read_settings import (
     ConfigError,
     check_imports,
     dump_yaml,
     hide_config_secrets,
     restore_config_secrets,
 )
-from tasks.process import command, prefect_http, signals
-from tasks.process.redaction import redact, redact_output
-from tasks.services import local_prefect
-from tasks.tracking import journal
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from headroom.tracking import journal
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def set_up_call() -> Iterator[None]:
         temporary_settings,
     )
 
-    from tasks.run.flow_run import ASKED_AT
+    from headroom.run.flow_run import ASKED_AT
 
     if ASKED_AT.get() is not None:  # the command itself
         yield
@@ -105,7 +105,7 @@ def print_report(run: Mapping[str, Any]) -> None:
     """Print the report of a run."""
     from rich.console import Console
 
-    from tasks.engine.report import run_report
+    from headroom.report import run_report
 
     command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
     Console(file=sys.stdout).print(
@@ -115,7 +115,7 @@ def print_report(run: Mapping[str, Any]) -> None:
 
 def _print_dry_run(asked: Namespace) -> int:
     """Print the settings as they would be used, and the device. Returns the exit code."""
-    from tasks.engine.device.detection import DeviceError, detect_best_device
+    from headroom.device.detection import DeviceError, detect_best_device
 
     print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
     for line in read_settings.describe_unused_settings(asked.config):
@@ -134,13 +134,13 @@ def _print_forecast(asked: Namespace) -> int:
     """Print the memory that the training would take. Returns the exit code."""
     from rich.console import Console
 
-    from tasks.engine.training.loop_forecast import parse_gpu_sizes
+    from headroom.run.preflight import BAD_INPUT
+    from headroom.training.loop_forecast import parse_gpu_sizes
     from tasks.forecast_memory import (
         forecast_memory,
         forecast_on_gpus,
         make_gpu_table,
     )
-    from tasks.run.preflight import BAD_INPUT
 
     try:
         if asked.elsewhere is not None:
@@ -160,7 +160,7 @@ def _print_device_checks(asked: Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from tasks.engine.device.detection import explain_choice
+    from headroom.device.detection import explain_choice
 
     table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
     for check in explain_choice(asked.config.device.name):
@@ -191,15 +191,15 @@ def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher.read_rank():  # of torchrun; the first runs the flow
-        from tasks.engine.launch import rank
+        from headroom.launch import rank
 
         return rank.follow_lead(asked.config)
     data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
     told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
     with command.pause_collection():
-        from tasks.engine.data.preparation import check_data
-        from tasks.engine.files.source_data import DataError
+        from headroom.data.preparation import check_data
+        from headroom.data.source_data import DataError
 
     try:
         check_data(asked.config.data)
@@ -207,7 +207,7 @@ def _train(asked: Namespace) -> int:
         print(redact(str(error)), file=sys.stderr)
         return 2
     if asked.config.launch.machines and not launcher.is_launched():
-        from tasks.engine.launch.machines import train_on_machines
+        from headroom.launch.machines import train_on_machines
 
         _log_to_stderr()
         return train_on_machines(asked.config, asked.words)
@@ -226,7 +226,7 @@ def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
         with heartless, tags(prefect_http.make_flow_run_tag()):
             return run_flow() or signals.find_exit_code() or 0
     except BaseException as error:
-        from tasks.run.preflight import BAD_INPUT
+        from headroom.run.preflight import BAD_INPUT
 
         # Whatever a signal has become on its way up.
         if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
@@ -239,7 +239,7 @@ def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
             raise
         from prefect.settings import PREFECT_API_URL
 
-        from tasks.engine.distributed.ranks import RestartableError
+        from headroom.ranks.ranks import RestartableError
 
         api = PREFECT_API_URL.value() or ""
         if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
@@ -272,10 +272,10 @@ def _train_in_flow(asked: Namespace) -> int:
         from httpx import TransportError
 
         from flows.train import train
-        from tasks.run.flow_run import ASKED_AT
-        from tasks.run.gate import GateFailed
-        from tasks.run.preflight import mark_checked
-        from tasks.run.record import find_last_ended
+        from headroom.run.flow_run import ASKED_AT
+        from headroom.run.gate import GateFailed
+        from headroom.run.preflight import mark_checked
+        from headroom.run.record import find_last_ended
 
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
@@ -313,7 +313,7 @@ def _train_in_flow(asked: Namespace) -> int:
 
 def _plan_retry(asked: Namespace, error: Exception) -> None:
     """Plan a restart after this process, where the failure is one that a new process may cure."""
-    from tasks.run.flow_run import plan_command_retry
+    from headroom.run.flow_run import plan_command_retry
 
     if launcher.is_launched():  # torchrun starts it again, with the others
         return

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tasks.engine.accounts import guard, own_loop
-from tasks.run.recording import Recording
+from headroom.run.recording import Recording
+from headroom.watch import guard, own_loop
 
 # Answers as the sending process does, and sends nothing.
 SENDER = r"""s/^.*"do": "begin".*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
@@ -62,9 +62,9 @@ def send_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         return subprocess.Popen(["sed", "-u", SENDER], **pipe)
 
-    monkeypatch.setattr("tasks.tracking.journal.start_sender", start_sender)
-    monkeypatch.setattr("tasks.tracking.journal.SILENT_S", 0.2)
-    monkeypatch.setattr("tasks.tracking.journal.OPEN_S", 0.2)
+    monkeypatch.setattr("headroom.tracking.journal.start_sender", start_sender)
+    monkeypatch.setattr("headroom.tracking.journal.SILENT_S", 0.2)
+    monkeypatch.setattr("headroom.tracking.journal.OPEN_S", 0.2)
     monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
     monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

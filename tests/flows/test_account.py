@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flows.account import account
-from tasks.run.account import Account
-from tasks.run.known_runs import list_known_runs
+from headroom import account
+from headroom.run.account import Account
+from headroom.run.known_runs import list_known_runs
 from tests.conftest import PYTHON, desk_environment, query
 
 LOOP = """
 import os, sys, time, signal, torch
 from torch import nn
-from flows.account import account
+from headroom import account
 
 net = nn.Linear(8, 2)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -51,8 +51,8 @@ RUNS = Path(".headroom/runs")
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an earlier test of this process has compiled."""
-    monkeypatch.setattr("tasks.engine.accounts.own_loop.has_compiled", lambda: False)
-    monkeypatch.setattr("tasks.engine.accounts.own_loop.COUNT_SHARE", float("inf"))  # so short
+    monkeypatch.setattr("headroom.watch.own_loop.has_compiled", lambda: False)
+    monkeypatch.setattr("headroom.watch.own_loop.COUNT_SHARE", float("inf"))  # so short
 
 
 def _program(place: Path, body: str, **more: str) -> subprocess.Popen[str]:
@@ -158,7 +158,7 @@ def test_with_nothing_told_there_is_still_a_device_a_peak_and_an_end(place: Path
 def test_neither_prefect_nor_mlflow_is_imported_and_the_start_is_quick(place: Path) -> None:
     """The record of a run brought Prefect along, and waited for MLflow."""
     (place / "loop.py").write_text(
-        "import sys, time, torch\nfrom flows.account import account\n"
+        "import sys, time, torch\nfrom headroom import account\n"
         "began = time.perf_counter()\nrun = account(quiet=True).begin()\n"
         "spent = time.perf_counter() - began\nrun.end()\n"
         "print([m for m in ('prefect', 'mlflow') if m in sys.modules], spent < 1.5)"
@@ -195,7 +195,7 @@ def test_the_end_of_a_loop_is_true(
 def test_a_run_that_nobody_ends_ends_with_its_program(place: Path, body: str, status: str) -> None:
     """A trainer that dies calls no callback."""
     (place / "loop.py").write_text(
-        f"from flows.account import account\nrun = account(run_name='own').begin()\n{body}\n"
+        f"from headroom import account\nrun = account(run_name='own').begin()\n{body}\n"
     )
     subprocess.run([PYTHON, "loop.py"], cwd=place, env=desk_environment(), capture_output=True)
     assert _status(place) == status
@@ -207,7 +207,7 @@ def test_an_interrupted_cell_of_a_notebook_leaves_a_true_end_and_a_loop_that_wor
 ) -> None:
     """Each cell is run in one namespace, and an error of one is no end of the process."""
     cells: dict[str, Any] = {}
-    exec("from flows.account import account\nimport torch", cells)
+    exec("from headroom import account\nimport torch", cells)
     with pytest.raises(KeyboardInterrupt):
         exec("with account(run_name='first', quiet=True) as run:\n  raise KeyboardInterrupt", cells)
     assert cells["run"].run["status"] == "KILLED"
@@ -334,7 +334,7 @@ def test_a_run_begins_and_ends_while_mlflow_is_away_and_is_sent_later(place: Pat
     assert "unsent" in run.run
     (place / "mlflow.yaml").write_text(text)
     sent = subprocess.run(
-        [PYTHON, "-m", "tasks.tracking.mlflow_sender", str(run.folder)],
+        [PYTHON, "-m", "headroom.tracking.mlflow_sender", str(run.folder)],
         cwd=place,
         env=desk_environment(),
         capture_output=True,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flows.account import account
-from tasks.run.known_runs import list_known_runs
+from headroom import account
+from headroom.run.known_runs import list_known_runs
 from tests.conftest import PYTHON, desk_environment, query
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
@@ -45,7 +45,7 @@ def _wait_for(place: Path, sql: str) -> Any:
     raise AssertionError(sql)
 
 
-BEGIN = "import sys\nfrom flows.account import account\nrun = account(run_name='own').begin()\n"
+BEGIN = "import sys\nfrom headroom import account\nrun = account(run_name='own').begin()\n"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_the_training_begins(
 def test_databricks_is_a_form_that_mlflow_documents(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.tracking.tracking_settings import read_tracking_settings
+    from headroom.tracking.tracking_settings import read_tracking_settings
 
     for uri in ("databricks", "databricks://profile"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -177,7 +177,7 @@ def test_a_checkout_keeps_the_runs_of_those_who_work_in_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An editable install wrote the runs of every other folder into its own database."""
-    from tasks.tracking.tracking_settings import read_tracking_settings
+    from headroom.tracking.tracking_settings import read_tracking_settings
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -209,7 +209,7 @@ def _make_module(pl: Any) -> Any:
 
 def test_the_test_after_a_fit_of_lightning_belongs_to_its_run(place: Path) -> None:
     pl = pytest.importorskip("lightning.pytorch")
-    from flows.adapters.lightning import HeadroomCallback
+    from headroom.lightning import HeadroomCallback
 
     told = HeadroomCallback(quiet=True)
     trainer = pl.Trainer(
@@ -241,7 +241,7 @@ def test_the_test_after_a_fit_of_lightning_belongs_to_its_run(place: Path) -> No
 def test_the_evaluation_after_a_training_of_transformers_belongs_to_its_run(place: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -274,7 +274,7 @@ def test_the_evaluation_after_a_training_of_transformers_belongs_to_its_run(plac
 
 def test_accelerate_may_log_after_its_training_and_begin_another(place: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    from flows.adapters.accelerate import HeadroomTracker
+    from headroom.accelerate import HeadroomTracker
 
     tracker = HeadroomTracker(quiet=True)
     does = accelerate.Accelerator(cpu=True, log_with=tracker)

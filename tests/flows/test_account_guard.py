@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flows.account import account
-from tasks.engine.accounts import guard, own_loop
-from tasks.engine.accounts.own_loop import OwnLoop
-from tasks.run.account import Account
-from tasks.run.adapter import Adapter
-from tasks.run.recording import Recording
+from headroom import account
+from headroom.run.account import Account
+from headroom.run.adapter import Adapter
+from headroom.run.recording import Recording
+from headroom.watch import guard, own_loop
+from headroom.watch.own_loop import OwnLoop
 from tests.conftest import PYTHON, desk_environment
 from tests.flows.faults import break_function, fail, find_method, list_points, send_nothing
 
@@ -246,7 +246,7 @@ def test_what_a_handler_of_a_signal_raises_within_ours_passes(error: BaseExcepti
 
 def test_a_method_that_a_user_derives_is_theirs() -> None:
     pytest.importorskip("transformers")
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     class Mine(HeadroomCallback):
         def on_log(self, *_: Any, **__: Any) -> None:
@@ -271,7 +271,7 @@ def test_neither_the_import_nor_a_run_draws_random_numbers() -> None:
     """rich draws some when it is imported, so that the shuffles of the loop were others."""
     code = (
         "import random; random.seed(3); before = random.getstate()\n"
-        "from flows.account import account\n"
+        "from headroom import account\n"
         "assert random.getstate() == before, 'the import'\n"
         "with account(run_name='own') as run: run.log({'a': 1})\n"
         "assert random.getstate() == before, 'the run'\n"

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from flows.account import account
-from tasks.engine.accounts import own_loop
+from headroom import account
+from headroom.watch import own_loop
 from tests.conftest import ROOT, desk_environment, query
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
@@ -80,7 +80,7 @@ Trained = tuple[nn.Module, torch.optim.Optimizer, "account | None"]
 
 def _train_by_lightning(job: Job, *, by_hand: bool = False) -> Trained:
     pl = pytest.importorskip("lightning.pytorch")
-    from flows.adapters.lightning import HeadroomCallback
+    from headroom.lightning import HeadroomCallback
 
     class Module(pl.LightningModule):
         def __init__(self, lr: float = 1e-2) -> None:
@@ -128,7 +128,7 @@ def _train_by_lightning(job: Job, *, by_hand: bool = False) -> Trained:
 def _train_by_transformers(job: Job, *, callback: Any = None) -> Trained:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     class Trainer(transformers.Trainer):  # type: ignore[misc, name-defined]
         def get_decay_parameter_names(self, model: Any) -> list[str]:
@@ -170,7 +170,7 @@ def _train_by_transformers(job: Job, *, callback: Any = None) -> Trained:
 
 def _train_by_accelerate(job: Job) -> Trained:
     accelerate = pytest.importorskip("accelerate")
-    from flows.adapters.accelerate import HeadroomTracker
+    from headroom.accelerate import HeadroomTracker
 
     net = Net(job)
     made = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -233,8 +233,8 @@ Path("data.yaml").write_text(parts + "names: [x]\\n")
 """
 CHECK_YOLO = """
 from ultralytics import YOLO
-from flows.adapters.ultralytics import HeadroomCallback
-from tasks.engine.accounts import own_loop
+from headroom.ultralytics import HeadroomCallback
+from headroom.watch import own_loop
 
 own_loop.COUNT_SHARE = float("inf")  # of so short a training, too
 told, model = HeadroomCallback(run_name="yolo", quiet=True), YOLO("yolo11n.yaml")
@@ -341,9 +341,9 @@ def test_the_record_has_what_the_framework_knows(framework: str) -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_phases_are_what_they_take(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.engine.accounts.phases.TIME_FIRST", 1000)
+    monkeypatch.setattr("headroom.watch.phases.TIME_FIRST", 1000)
     monkeypatch.setattr(own_loop, "TIME_FIRST", 1000)  # each step, so that no one stands for eight
-    monkeypatch.setattr("tasks.engine.accounts.phases._is_due", lambda *_: False)  # and none counts
+    monkeypatch.setattr("headroom.watch.phases._is_due", lambda *_: False)  # and none counts
     end_step, own_s = own_loop.OwnLoop.end_step, [0.0]  # that the account itself takes
 
     def end_step_timed(loop: own_loop.OwnLoop, **told: Any) -> None:
@@ -404,7 +404,7 @@ def test_the_end_of_a_training_is_true(
 def test_a_training_whose_error_nobody_told_has_failed(place: Path) -> None:
     """Its caller caught the error, and the run was FINISHED."""
     pytest.importorskip("transformers")
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     callback = HeadroomCallback(quiet=True)
     with pytest.raises(ValueError, match="no such thing"):
@@ -423,7 +423,7 @@ BOTH = """
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from flows.adapters.transformers import HeadroomCallback
+from headroom.transformers import HeadroomCallback
 
 
 class Net(nn.Module):

@@ -17,11 +17,11 @@ import pytest
 from pyarrow import parquet
 
 from flows.cli.flags import parse_training
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.files.source_data import DataError
-from tasks.engine.step.plan import make_plan
-from tasks.run.preflight import BAD_INPUT, check_fit, resolve_and_check
+from headroom.data.preparation import prepare_dataset
+from headroom.data.source_data import DataError
+from headroom.device.detection import detect_best_device
+from headroom.run.preflight import BAD_INPUT, check_fit, resolve_and_check
+from headroom.training.plan import make_plan
 
 TABLE = "x,label\n" + "1,0\n2,1\n3,0\n4,1\n"
 

@@ -11,14 +11,14 @@ import torch
 from mlflow import MlflowClient
 
 from flows.train import train
-from tasks.engine.base.raw_inputs import describe_inputs
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.models import predictor
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.forecast import UnforeseeableMemory, forecast_training
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.base.raw_inputs import describe_inputs
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.models import predictor
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.training.forecast import UnforeseeableMemory, forecast_training
+from headroom.training.plan import make_plan
 from tests.flows import families
 
 pytestmark = [

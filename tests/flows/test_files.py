@@ -17,8 +17,8 @@ from sklearn.datasets import load_iris
 
 from flows.predict import predict
 from flows.train import train
-from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import read_tracking_settings
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from flows.account import account
 from flows.forecast import main
+from headroom import account
 
 MODELS = """
 import torch

@@ -175,7 +175,7 @@ def _check_lightning(
     """Compare the training with and without; return the callback."""
     loop = Loop(trainer or {}, methods or {}, make_data, call)
     plain = _play_lightning(loop)
-    from flows.adapters.lightning import HeadroomCallback
+    from headroom.lightning import HeadroomCallback
 
     told = HeadroomCallback(quiet=True)
     _compare(plain, _play_lightning(loop, told))
@@ -657,7 +657,7 @@ def _play_transformers(
 
 def _check_transformers(*given: Any, **named: Any) -> Any:
     plain = _play_transformers(*given, **named)
-    from flows.adapters.transformers import HeadroomCallback
+    from headroom.transformers import HeadroomCallback
 
     told = HeadroomCallback(quiet=True)
     _compare(plain, _play_transformers(*given, told=told, **named))
@@ -752,7 +752,7 @@ def _play_accelerate(
 
 def _check_accelerate(asked: dict[str, Any], call: Callable[[Any], Any]) -> Any:
     plain = _play_accelerate(asked, call)
-    from flows.adapters.accelerate import HeadroomTracker
+    from headroom.accelerate import HeadroomTracker
 
     told = HeadroomTracker(quiet=True)
     _compare(plain, _play_accelerate(asked, call, told))
@@ -799,7 +799,7 @@ def test_an_error_in_each_method_of_an_adapter_ends_no_training(
     pytest.importorskip("lightning.pytorch" if framework == "lightning" else framework)
     plain = PLAY[framework](None)
     assert plain.error == ("ValueError: no such row" if framework == "lightning" else "")
-    module = importlib.import_module(f"flows.adapters.{framework}")
+    module = importlib.import_module(f"headroom.{framework}")
     made = getattr(module, ADAPTERS[framework])
     points = [*list_points(made), *list_points(made, is_within=True)]
     assert len(points) >= 4
@@ -819,7 +819,7 @@ def test_an_error_in_each_method_of_the_adapter_of_yolo_ends_no_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It takes nothing of ultralytics, whose trainer calls these methods one after another."""
-    from flows.adapters.ultralytics import HeadroomCallback
+    from headroom.ultralytics import HeadroomCallback
 
     called: dict[str, Any] = {}
     told = HeadroomCallback(quiet=True)

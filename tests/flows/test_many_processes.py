@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.run.known_runs import list_known_runs
+from headroom.run.known_runs import list_known_runs
 from tests.conftest import PYTHON, desk_environment, free_port, query
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -219,7 +219,7 @@ def test_a_training_that_is_killed_leaves_one_ended_run_no_process_and_its_key(
     process = desk(*asked, cold=True, TESTS_COLD="1", TESTS_MARK=str(place))
     if when == "starting":
         until = time.monotonic() + 60
-        while not [p for p in _find_marked(place) if "tasks.engine.launch.rank" in p.cmdline()]:
+        while not [p for p in _find_marked(place) if "headroom.launch.rank" in p.cmdline()]:
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.02)
     else:

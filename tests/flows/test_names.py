@@ -15,11 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from flows.account import account
 from flows.predict import predict
 from flows.train import train
-from tasks.engine.base import names
-from tasks.engine.settings.run_config import RunConfig
+from headroom import account
+from headroom.base import names
+from headroom.settings.run_config import RunConfig
 from tests.conftest import PYTHON, ROOT, desk_environment, query
 
 RUNS: dict[str, dict[str, Any]] = {

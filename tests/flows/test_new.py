@@ -11,7 +11,7 @@ import pytest
 
 from flows import new
 from flows.new import main
-from tasks.engine.settings.read_settings import ConfigError
+from headroom.settings.read_settings import ConfigError
 from tests.conftest import ROOT, desk_environment
 
 

@@ -14,11 +14,11 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.train import train
-from tasks.engine.settings.model_args import ModelError
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.process.prefect_http import call_api
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.process.prefect_http import call_api
+from headroom.settings.model_args import ModelError
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import read_tracking_settings
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api", "place"),

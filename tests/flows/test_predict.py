@@ -20,10 +20,10 @@ from mlflow import MlflowClient
 from flows.cli import predict_command
 from flows.predict import predict
 from flows.train import train
-from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.data.source_data import DataError
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import ROOT, desk_environment
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "there")

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from flows.train import train
-from tasks.engine.base.file_lock import is_held
-from tasks.engine.checkpoint.kept_steps import list_steps
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.run.known_runs import LOCK, RunStart, list_known_runs, list_run_folders
-from tasks.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
-from tasks.tracking.tracking_settings import TrackingError
+from headroom.base.file_lock import is_held
+from headroom.run.known_runs import LOCK, RunStart, list_known_runs, list_run_folders
+from headroom.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
+from headroom.settings.read_settings import ConfigError
+from headroom.tracking.tracking_settings import TrackingError
+from headroom.training.kept_steps import list_steps
 
 Desk = Callable[..., subprocess.Popen[str]]
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 
 from flows.cli.flags import make_resume_words
-from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.device.detection import TemporaryDeviceError
-from tasks.engine.settings.read_settings import ConfigError, resolve_config
-from tasks.engine.settings.run_config import RunConfig, RunSettings, TrainConfig
-from tasks.run import flow_run
-from tasks.run.failures import Failure
-from tasks.run.known_runs import RunStart, read_start
-from tasks.run.resume import find_failed_start, make_retry_tags, plan_retry
+from headroom.base.facts import DeviceFacts
+from headroom.device.detection import TemporaryDeviceError
+from headroom.run import flow_run
+from headroom.run.failures import Failure
+from headroom.run.known_runs import RunStart, read_start
+from headroom.run.resume import find_failed_start, make_retry_tags, plan_retry
+from headroom.settings.read_settings import ConfigError, resolve_config
+from headroom.settings.run_config import RunConfig, RunSettings, TrainConfig
 
 Desk = Callable[..., subprocess.Popen[str]]
 LOST = Failure("device_lost", "CUDA error: unspecified launch failure", cure="always")

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from flows import stop
-from tasks.engine.base.file_lock import FileLock, is_held
-from tasks.run.known_runs import (
+from headroom.base.file_lock import FileLock, is_held
+from headroom.run.known_runs import (
     LOCK,
     KnownRun,
     RunStart,
@@ -85,7 +85,7 @@ def test_a_training_is_listed_as_it_trains_and_stopped_with_a_checkpoint(
 IGNORES = """
 import signal, sys, time
 from pathlib import Path
-from tasks.run.known_runs import Announcement
+from headroom.run.known_runs import Announcement
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for name in sys.argv[1:-1]:
     Announcement(Path(name), name).__enter__()
@@ -177,7 +177,9 @@ def test_a_run_of_which_all_processes_were_killed_is_put_right_once(
     process = desk(*LONG, "--run.name", "lost", cold=True)
     _until(place, lambda run: run.step)
     children = psutil.Process(process.pid).children()  # among them the server of all tests
-    (sender,) = (child for child in children if "tasks.tracking.mlflow_sender" in child.cmdline())
+    (sender,) = (
+        child for child in children if "headroom.tracking.mlflow_sender" in child.cmdline()
+    )
     (lock,) = (place / ".headroom" / "runs").glob("*/sending.lock")
     process.send_signal(signal.SIGSTOP)
     sender.kill()

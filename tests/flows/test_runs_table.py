@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flows.runs import make_runs_table
-from tasks.run.known_runs import KnownRun
+from headroom.run.known_runs import KnownRun
 
 ME = pwd.getpwuid(os.getuid()).pw_name
 LIVE = KnownRun(

@@ -30,8 +30,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from tasks.process.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
-from tasks.services.parts import find_own_processes, find_parts, provide_mark
+from headroom.process.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
+from headroom.services.parts import find_own_processes, find_parts, provide_mark
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOYMENTS = [
@@ -49,7 +49,7 @@ def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]
     from flows.predict import predict
     from flows.tidy import tidy
     from flows.train import train
-    from tasks.engine.settings.read_settings import override_config
+    from headroom.settings.read_settings import override_config
 
     if deployment["entrypoint"] == "flows/tidy.py:tidy":
         tidy.validate_parameters(deployment["parameters"])
@@ -87,8 +87,8 @@ class Service:
         return self.project / ".headroom" / "serve"
 
     def serve(self, action: str) -> str:
-        """What `python -m tasks.services.serve` printed."""
-        command = [sys.executable, "-m", "tasks.services.serve", action]
+        """What `python -m headroom.services.serve` printed."""
+        command = [sys.executable, "-m", "headroom.services.serve", action]
         done = subprocess.run(
             command, cwd=self.project, env=self.env, capture_output=True, text=True, timeout=240
         )

@@ -20,10 +20,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from tasks.engine.settings.read_settings import dump_yaml
-from tasks.tracking import mlflow_store
+from headroom.settings.read_settings import dump_yaml
+from headroom.tracking import mlflow_store
 from tests.conftest import desk_environment
-from tests.tasks.process.test_redaction import TEXTS, VARIABLES
+from tests.process.test_redaction import TEXTS, VARIABLES
 
 SECRETS = {
     "of the URI": "pq7marker-uri",
@@ -321,7 +321,7 @@ def test_a_run_with_secrets_inside_its_values_leaves_none_and_is_gone_on_with(pl
 
 OWN_LOOP = """
 import torch
-from flows.account import account
+from headroom import account
 
 net = torch.nn.Linear(3, 2)
 opt = torch.optim.SGD(net.parameters(), lr=0.1)

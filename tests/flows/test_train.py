@@ -18,19 +18,19 @@ from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
 
 from flows.train import train
-from tasks.engine.accounts.step_metrics import Diverged
-from tasks.engine.files.source_data import DataError
-from tasks.engine.memory.leaks import LeakError
-from tasks.engine.models import predictor
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import place, shared_model, trainer
-from tasks.engine.training.admission import Admission
-from tasks.engine.training.oom_report import OutOfMemory
-from tasks.run.preflight import BAD_INPUT
-from tasks.tracking import journal
-from tasks.tracking.journal import JournalError
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.data.source_data import DataError
+from headroom.models import predictor
+from headroom.run.preflight import BAD_INPUT
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
+from headroom.tracking import journal
+from headroom.tracking.journal import JournalError
+from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.training import place, shared_model, trainer
+from headroom.training.admission import Admission
+from headroom.training.oom_report import OutOfMemory
+from headroom.watch.leaks import LeakError
+from headroom.watch.step_metrics import Diverged
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 QUICK = {"train": {"epochs": 2}}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.accounts.own_loop import OwnLoop
-from tasks.engine.training.oom_report import explain_own_failure
+from headroom.training.oom_report import explain_own_failure
+from headroom.watch.own_loop import OwnLoop
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -25,7 +25,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.engine.accounts.own_loop.COUNT_SHARE", float("inf"))  # so short
+    monkeypatch.setattr("headroom.watch.own_loop.COUNT_SHARE", float("inf"))  # so short
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -114,7 +114,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return item(tensor)
 
     monkeypatch.setattr(torch.Tensor, "item", read)
-    monkeypatch.setattr("tasks.engine.accounts.own_loop.READ_EVERY_S", 1e9)
+    monkeypatch.setattr("headroom.watch.own_loop.READ_EVERY_S", 1e9)
     _train(loop, steps=9)
     assert not waits
 

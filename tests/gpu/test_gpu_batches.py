@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tasks.engine.batches.batches import RankShare
-from tasks.engine.batches.dataloaders import LoaderBatches
-from tasks.engine.batches.dataset_batches import (
+from headroom.data.batches import RankShare
+from headroom.data.dataloaders import LoaderBatches
+from headroom.data.dataset_batches import (
     ResidentBatches,
     StreamedBatches,
     draw_row_order,
     place_rows,
 )
-from tasks.engine.data.preparation import view_token_rows
-from tasks.engine.memory.leaks import release_device_memory, take_baseline
+from headroom.data.preparation import view_token_rows
+from headroom.watch.leaks import release_device_memory, take_baseline
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.device.detection import (
+from headroom.device.detection import (
     DeviceError,
     cap_device_memory,
     detect_best_device,
@@ -81,7 +81,7 @@ def test_index_that_is_not_here_is_refused_with_those_that_are():
 
 def test_hidden_gpus_are_the_reason_for_the_cpu():
     code = (
-        "from tasks.engine.device.detection import detect_best_device as d; "
+        "from headroom.device.detection import detect_best_device as d; "
         "print(d().fell_back, d().reason)"
     )
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -94,7 +94,7 @@ def test_hidden_gpus_are_the_reason_for_the_cpu():
 
 def test_asking_for_the_cpu_leaves_the_gpu_asleep():
     code = (
-        "import torch; from tasks.engine.device.detection import detect_best_device as detect; "
+        "import torch; from headroom.device.detection import detect_best_device as detect; "
         "detect('cpu'); "
         "print(torch.cuda.is_initialized())"
     )

@@ -15,16 +15,16 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from tasks.engine.base import names
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OWNERS
-from tasks.engine.settings import read_settings
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.tracking.tracking_settings import read_tracking_settings
+from headroom.base import names
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings import read_settings
+from headroom.settings.run_config import RunConfig
+from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.training import trainer
+from headroom.training.plan import make_plan
+from headroom.watch import leaks
+from headroom.watch.memory_by_owner import BEST_WEIGHTS, OWNERS
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.leaks import release_device_memory, take_baseline
-from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step import choose_step
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.forecast import forecast_training
-from tasks.engine.training.trainer import train
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.training import choose_step
+from headroom.training.forecast import forecast_training
+from headroom.training.plan import make_plan
+from headroom.training.trainer import train
+from headroom.watch.leaks import release_device_memory, take_baseline
+from headroom.watch.memory_meter import MIB
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs a CUDA GPU", allow_module_level=True)

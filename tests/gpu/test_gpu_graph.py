@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.accounts.phases import Watched
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.leaks import release_device_memory, take_baseline
-from tasks.engine.memory.memory_by_owner import OWNERS
-from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.settings.run_config import OptimConfig, RunConfig
-from tasks.engine.step import build, optim
-from tasks.engine.step.cuda_graph import GraphedStep, GraphError, use_own_stream
-from tasks.engine.step.micro_batches import SingleAttempt
-from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import shared_model, trainer
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import OptimConfig, RunConfig
+from headroom.training import build, optim, shared_model, trainer
+from headroom.training.cuda_graph import GraphedStep, GraphError, use_own_stream
+from headroom.training.micro_batches import SingleAttempt
+from headroom.training.optimizer_step import Step
+from headroom.training.plan import make_plan
+from headroom.watch.leaks import release_device_memory, take_baseline
+from headroom.watch.memory_by_owner import OWNERS
+from headroom.watch.memory_meter import MIB
+from headroom.watch.phases import Watched
 from tests.gpu.test_gpu_recovery import _Short
 
 if not torch.cuda.is_available():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from flows.account import account
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.training.loop_forecast import LoopStep, forecast_step, make_optimizer_of
+from headroom import account
+from headroom.device.detection import detect_best_device
+from headroom.training.loop_forecast import LoopStep, forecast_step, make_optimizer_of
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda:0")

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import DeviceError, detect_best_device
-from tasks.engine.launch.placement import count_processes
-from tasks.engine.launch.processes import train_in_processes
-from tasks.engine.launch.rank import Job
-from tasks.engine.settings.run_config import LaunchConfig, RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.engine.training.admission import PastRuns
+from headroom.base.facts import TrainFacts
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import DeviceError, detect_best_device
+from headroom.launch.placement import count_processes
+from headroom.launch.processes import train_in_processes
+from headroom.launch.rank import Job
+from headroom.settings.run_config import LaunchConfig, RunConfig
+from headroom.training import trainer
+from headroom.training.admission import PastRuns
+from headroom.training.plan import make_plan
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.leaks import release_device_memory, take_baseline
-from tasks.engine.memory.memory_meter import MIB, MemoryMeter, count_allocated_bytes
-from tasks.engine.memory.out_of_memory import clear_frames, is_oom
-from tasks.engine.memory.simulated_allocator import read_rules
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.choose_step import CompileError
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.trainer import train
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.training.choose_step import CompileError
+from headroom.training.plan import make_plan
+from headroom.training.trainer import train
+from headroom.watch.allocation_log import AllocationLog
+from headroom.watch.leaks import release_device_memory, take_baseline
+from headroom.watch.memory_meter import MIB, MemoryMeter, count_allocated_bytes
+from headroom.watch.out_of_memory import clear_frames, is_oom
+from headroom.watch.simulated_allocator import read_rules
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks.engine.diagnosis.failed_step import describe_own_line, explain_failure
+from headroom.watch.failed_step import describe_own_line, explain_failure
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -146,7 +146,7 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
 ASSERTED = """
 import torch
 from torch import nn
-from tasks.engine.diagnosis.failed_step import explain_failure
+from headroom.watch.failed_step import explain_failure
 model = nn.Sequential(nn.Embedding(5, 3)).cuda()
 x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
 try:

@@ -7,20 +7,20 @@ from functools import partial
 import pytest
 import torch
 
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.allocators import make_allocator
-from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.out_of_memory import clear_frames, is_oom
-from tasks.engine.memory.simulated_allocator import read_rules
-from tasks.engine.memory.snapshot import SNAPSHOT_FILE, make_history, record_history
-from tasks.engine.settings.read_settings import override_config
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
-from tasks.engine.training.oom_report import explain_oom, find_setting, parse_oom_message
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.read_settings import override_config
+from headroom.settings.run_config import RunConfig
+from headroom.training import trainer
+from headroom.training.micro_batches import MemoryExhausted, MicroBatches
+from headroom.training.oom_report import explain_oom, find_setting, parse_oom_message
+from headroom.training.plan import make_plan
+from headroom.watch.allocation_log import MIB, AllocationLog
+from headroom.watch.allocators import make_allocator
+from headroom.watch.memory_by_owner import MemoryByOwner
+from headroom.watch.out_of_memory import clear_frames, is_oom
+from headroom.watch.simulated_allocator import read_rules
+from headroom.watch.snapshot import SNAPSHOT_FILE, make_history, record_history
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine.training.oom_report import OutOfMemory
-from tests.engine.training.test_own_state import LOST, RESTORED, read_weights, train_keeping
+from headroom.training.oom_report import OutOfMemory
+from tests.training.test_own_state import LOST, RESTORED, read_weights, train_keeping
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.models import predictor
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer, training_parts
+from headroom.base.facts import TrainFacts
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.models import predictor
+from headroom.settings.run_config import RunConfig
+from headroom.training import trainer, training_parts
+from headroom.training.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

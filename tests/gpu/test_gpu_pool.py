@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.memory.allocators import release_cached_memory
-from tasks.engine.memory.leaks import release_device_memory
-from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.memory.simulated_allocator import (
+from headroom.watch.allocators import release_cached_memory
+from headroom.watch.leaks import release_device_memory
+from headroom.watch.memory_meter import MIB
+from headroom.watch.simulated_allocator import (
     AllocateEvent,
     EmptyCacheEvent,
     FreeEvent,
@@ -139,8 +139,8 @@ import random
 import subprocess
 import sys
 import torch
-from tasks.engine.memory.simulated_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
-from tasks.engine.memory.simulated_allocator import SimulatedAllocator, read_rules
+from headroom.watch.simulated_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
+from headroom.watch.simulated_allocator import SimulatedAllocator, read_rules
 assert not read_rules().unfollowed
 with torch.cuda.stream(torch.cuda.Stream()):
     # Of free blocks of one size the allocator takes that of the lowest address, which nobody

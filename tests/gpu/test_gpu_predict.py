@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.engine.base.facts import ModelFacts, PredictFacts
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory.leaks import release_device_memory, take_baseline
-from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.models import builtin, predictor
-from tasks.engine.predict import prediction
-from tasks.engine.predict.prediction import NoRoom
-from tasks.engine.predict.request import make_order
+from headroom.base.facts import ModelFacts, PredictFacts
+from headroom.device.detection import detect_best_device
+from headroom.models import builtin, predictor
+from headroom.prediction import prediction
+from headroom.prediction.prediction import NoRoom
+from headroom.prediction.request import make_order
+from headroom.watch.leaks import release_device_memory, take_baseline
+from headroom.watch.memory_meter import MIB
 
 pytestmark = pytest.mark.gpu
 SPEC: dict[str, Any] = {

@@ -13,18 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.base.facts import TrainFacts
-from tasks.engine.batches import prefetch
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_meter import MIB, MemoryMeter
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step import optim
-from tasks.engine.step.plan import Plan, make_plan
-from tasks.engine.training import place, shared_model, trainer
-from tasks.engine.training.admission import Admission
-from tasks.engine.training.oom_report import OutOfMemory
+from headroom.base.facts import TrainFacts
+from headroom.data import prefetch
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.run_config import RunConfig
+from headroom.training import optim, place, shared_model, trainer
+from headroom.training.admission import Admission
+from headroom.training.oom_report import OutOfMemory
+from headroom.training.plan import Plan, make_plan
+from headroom.watch import leaks
+from headroom.watch.memory_meter import MIB, MemoryMeter
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -210,7 +209,7 @@ def test_a_batch_without_room_is_sent_when_the_one_before_is_gone(
 ) -> None:
     """The first, one that is sent ahead, the short last one, and those of an evaluation: sending
     was tried once, and ended runs whose training had fitted."""
-    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
     short = _Short(at.__eq__, prefetch.PinnedStaging._send)
     monkeypatch.setattr(prefetch.PinnedStaging, "_send", short.function())
@@ -224,7 +223,7 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training_too: bool
 ) -> None:
     """It stayed beside a step that not even one row of fitted."""
-    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
     reading: list[prefetch.PinnedStaging] = []
     real = prefetch.PinnedStaging.read
@@ -246,7 +245,7 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
 def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
     real, sizes = prefetch.PinnedStaging._send, []
 
@@ -267,7 +266,7 @@ def test_a_host_without_memory_to_pin_copies_by_other_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """A checkpoint ended the training with "make the model smaller"; so did the first batch."""
-    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", share)
+    monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", share)
     expected = _train(tmp_path / "one", checkpoint={"every_steps": 2})
     refused = []
 
@@ -298,7 +297,7 @@ def test_what_can_never_be_sent_is_told_with_its_phase_and_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, told: str
 ) -> None:
     """All of it was told as the set-up of step 0."""
-    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     before = leaks.take_baseline(GPU)
     short = _Short(rows.__lt__, prefetch.PinnedStaging._send)
     monkeypatch.setattr(prefetch.PinnedStaging, "_send", short.function())

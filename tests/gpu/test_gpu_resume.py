@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine.checkpoint.training_state import HostCopies
-from tests.engine.checkpoint.test_resume import play, same_to_the_bit
+from headroom.training.training_state import HostCopies
+from tests.training.test_resume import play, same_to_the_bit
 
 pytestmark = pytest.mark.gpu
 WAYS: dict[str, dict[str, Any]] = {

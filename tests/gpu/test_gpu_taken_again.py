@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.step.optim import TorchOptimizer
-from tests.engine.training.test_taken_again import train_own, weights
+from headroom.training.optim import TorchOptimizer
+from tests.training.test_taken_again import train_own, weights
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine.accounts import throughput
-from tasks.engine.accounts.step_metrics import Diverged
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.models import predictor
-from tasks.engine.settings.model_args import ModelError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.models import predictor
+from headroom.settings.model_args import ModelError
+from headroom.settings.run_config import RunConfig
+from headroom.training import trainer
+from headroom.training.plan import make_plan
+from headroom.watch import leaks, throughput
+from headroom.watch.memory_meter import MIB
+from headroom.watch.step_metrics import Diverged
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -190,8 +189,8 @@ def test_the_gpu_is_given_back_after_success_and_after_failure(tmp_path: Path) -
 def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "data")}})
     data = prepare_dataset(config.data)
-    from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
-    from tasks.engine.data.preparation import load_arrays
+    from headroom.data.dataset_batches import draw_row_order, place_rows
+    from headroom.data.preparation import load_arrays
 
     arrays = load_arrays(data)
     fed = place_rows(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
@@ -217,7 +216,7 @@ def test_the_model_trained_on_a_gpu_predicts_on_a_cpu(tmp_path: Path) -> None:
 def test_a_model_trained_on_a_gpu_is_held_there_against_what_is_loaded_again(
     own, tmp_path: Path, made: str, used: str, said: str
 ) -> None:
-    from tests.engine.training.test_reload_check import _trained
+    from tests.training.test_reload_check import _trained
 
     if not said:
         assert _trained(own, tmp_path, made, used, device="cuda").steps
@@ -227,7 +226,7 @@ def test_a_model_trained_on_a_gpu_is_held_there_against_what_is_loaded_again(
 
 
 def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tmp_path) -> None:
-    from tests.engine.training.test_own_training import MINE, NUMBERS
+    from tests.training.test_own_training import MINE, NUMBERS
 
     own("mine", MINE + NUMBERS)
     sections = {"model": {"name": "mine:Wide"}, "data": {"source": "mine:sick"}}

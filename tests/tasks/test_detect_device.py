@@ -3,9 +3,9 @@
 import pytest
 from prefect.cache_policies import NO_CACHE
 
+from headroom.device.detection import DeviceError
+from headroom.settings.run_config import DeviceConfig
 from tasks.detect_device import detect_device
-from tasks.engine.device.detection import DeviceError
-from tasks.engine.settings.run_config import DeviceConfig
 
 CPU = DeviceConfig(name="cpu")
 

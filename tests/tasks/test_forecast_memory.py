@@ -9,11 +9,11 @@ import pytest
 from mlflow import MlflowClient
 from rich.console import Console
 
-from tasks.engine.device.detection import DeviceError
-from tasks.engine.settings.run_config import MemoryConfig, RunConfig
+from headroom.device.detection import DeviceError
+from headroom.settings.run_config import MemoryConfig, RunConfig
+from headroom.tracking.ask_mlflow import read_past_metrics
+from headroom.tracking.tracking_settings import read_tracking_settings
 from tasks.forecast_memory import forecast_memory
-from tasks.tracking.ask_mlflow import read_past_metrics
-from tasks.tracking.tracking_settings import read_tracking_settings
 
 
 def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:

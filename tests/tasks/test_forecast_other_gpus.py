@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from flows.cli.flags import parse_training
-from tasks.engine.data.preparation import prepare_dataset
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
-from tasks.engine.step.plan import make_plan
-from tasks.engine.training.forecast import forecast_training
-from tasks.engine.training.loop_forecast import TAKEN_MIB, parse_gpu_sizes
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.read_settings import ConfigError, make_config, override_config
+from headroom.training.forecast import forecast_training
+from headroom.training.loop_forecast import TAKEN_MIB, parse_gpu_sizes
+from headroom.training.plan import make_plan
 from tasks.forecast_memory import forecast_on_gpus, make_gpu_table
 
 MIB = 2**20

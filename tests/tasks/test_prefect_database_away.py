@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from httpx import HTTPStatusError, Request, Response
 
-from tasks.run import flow_run
-from tasks.services.local_prefect import TRIES_AGAIN
+from headroom.run import flow_run
+from headroom.services.local_prefect import TRIES_AGAIN
 
 ASKS = """
 from prefect.client.orchestration import get_client

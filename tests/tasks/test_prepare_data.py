@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.run_config import DataConfig
+from headroom.data.source_data import DataError
+from headroom.settings.run_config import DataConfig
 from tasks.prepare_data import prepare_data
 
 

@@ -9,9 +9,9 @@ import torch
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
-from tasks.engine.memory.leaks import LeakError, describe_leak, take_baseline
+from headroom.device.detection import detect_best_device
+from headroom.watch import leaks
+from headroom.watch.leaks import LeakError, describe_leak, take_baseline
 from tasks.release_memory import release_memory
 
 KEPT = []

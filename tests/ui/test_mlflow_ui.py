@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.process.prefect_http import is_healthy
-from tasks.tracking.mlflow_pages import CURVES
+from headroom.process.prefect_http import is_healthy
+from headroom.tracking.mlflow_pages import CURVES
 from tests.conftest import ROOT, desk_environment, free_port
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[ui]'")
@@ -51,7 +51,7 @@ def address(place: Path) -> Iterator[str]:
     """The one that `make ui` prints, once it is served."""
     port = free_port()
     env = desk_environment() | {"HEADROOM_MLFLOW_PORT": str(port)}
-    command = [sys.executable, "-m", "tasks.services.serve", "ui"]
+    command = [sys.executable, "-m", "headroom.services.serve", "ui"]
     with open(place / "server.log", "w") as log:
         out, apart = subprocess.PIPE, True
         server = subprocess.Popen(

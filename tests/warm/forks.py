@@ -39,11 +39,14 @@ LIBRARIES = {
 # What of this project: packages, whole.
 OURS = {
     "torch": "tasks.engine",
-    "mlflow": "tasks.engine.report tasks.tracking",
-    "prefect": "tasks.engine.base",
+    "mlflow": "headroom.report headroom.tracking",
+    "prefect": "headroom.base",
 }
 NOTHING = str(Path(__file__).parent / "nothing")  # replaced by each command's own path
-NOT_OURS = ("tasks.tracking.mlflow_sender", "tasks.tracking.model_finder")  # commands themselves
+NOT_OURS = (
+    "headroom.tracking.mlflow_sender",
+    "headroom.tracking.model_finder",
+)  # commands themselves
 
 
 def serve(kind: str, address: str, tests: int, root: str) -> None:
@@ -95,7 +98,7 @@ def import_ours(kind: str, root: str) -> None:
             if module.name not in NOT_OURS:
                 importlib.import_module(module.name)
     if kind == "mlflow":
-        from tasks.engine.report import run_report
+        from headroom.report import run_report
 
         run_report.load_plotting()
     sys.path[0] = NOTHING

@@ -67,9 +67,9 @@ def kind_of(words):
     if len(words) < 2 or words[0] != "-m":
         is_code = words[:1] == ["-c"] or words[:2] == ["-P", "-c"]
         return os.environ.get("TESTS_WARM_KIND") if is_code else None
-    if words[1] in ("mlflow", "uvicorn") or words[1].startswith("tasks.tracking."):
+    if words[1] in ("mlflow", "uvicorn") or words[1].startswith("headroom.tracking."):
         return "mlflow"
-    if words[1] == "tasks.services.local_prefect":
+    if words[1] == "headroom.services.local_prefect":
         return "prefect"
     known = ("flows.train", "flows.predict", "prefect.engine")
     return "torch" if words[1] in known else None

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.cli.flags import parse_training
-from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import RunConfig
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from flows.cli.train_command import main
-from tasks.engine.base.file_lock import is_held
-from tasks.engine.base.units import format_seconds
+from headroom.base.file_lock import is_held
+from headroom.base.units import format_seconds
 from tests.conftest import PYTHON, desk_environment
 
 Desk = Callable[..., "subprocess.Popen[str]"]
@@ -64,7 +64,9 @@ def test_one_command_trains_and_tells_where_to_look(desk: Desk, place: Path) -> 
     assert "  val accuracy 0.9" in err and f"  {speed} samples/s" in err
     assert re.search(r"\bstart +[0-9]", out) and re.search(r"\bclose +[0-9]", out)
     assert (
-        "FINISHED" in out and "python -m tasks.services.serve ui" in out and "Traceback" not in err
+        "FINISHED" in out
+        and "python -m headroom.services.serve ui" in out
+        and "Traceback" not in err
     )
     ((status, experiment),) = _ask(
         place,
@@ -116,7 +118,7 @@ print(run["status"], run["name"])
     assert lines[0] == "train.epochz: unknown setting; did you mean train.epochs?", done.stderr
     assert lines[1].startswith("FINISHED called from Python  val/accuracy ")
     assert lines[-1] == "FINISHED called from Python"
-    assert "Open     python -m tasks.services.serve ui" in done.stdout
+    assert "Open     python -m headroom.services.serve ui" in done.stdout
     assert "epoch 1/1" in done.stderr and "Flow run" not in done.stderr
     assert (home / "headroom-server.lock").exists(), "the shared server"
     with closing(sqlite3.connect(home / "prefect.db")) as opened:
@@ -188,7 +190,7 @@ def test_the_next_run_marks_a_killed_one_as_crashed_in_prefect(desk: Desk, place
     (sender,) = (
         p
         for p in psutil.Process(killed.pid).children()
-        if "tasks.tracking.mlflow_sender" in p.cmdline()
+        if "headroom.tracking.mlflow_sender" in p.cmdline()
     )
     (lock,) = (place / ".headroom" / "runs").glob("*/sending.lock")
     killed.send_signal(signal.SIGSTOP)
@@ -323,7 +325,7 @@ def test_a_training_of_one_process_loads_no_package_that_it_does_not_need() -> N
         words = [PYTHON, "-c", code.format(modules)]
         return {*subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()}
 
-    own = list_packages("flows.train, tasks.engine.checkpoint.checkpoints, safetensors.torch")
+    own = list_packages("flows.train, headroom.training.checkpoints, safetensors.torch")
     theirs = list_packages("torch, prefect.main, prefect.flow_engine")
     more = {name for name in own - theirs if not name.startswith(("_cython", "__"))}
     allowed = {"flows", "tasks", "psutil", "ruamel", "_ruamel_yaml", "safetensors", "pynvml"}

@@ -1,0 +1,65 @@
+"""Checks, in a process of its own, whether trainings could run here: `python -m
+headroom.comparison.check` reads their settings and prints what is wrong, as JSON; given none,
+it lists this machine's devices.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from headroom.base.facts import DataFacts
+from headroom.device.detection import DeviceError, detect_best_device, list_devices
+from headroom.run.preflight import BAD_INPUT, prepare_and_check
+from headroom.settings.run_config import RunConfig
+
+
+def find_problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -> list[str]:
+    """Return what the trainings would be refused for, once where it is the same for several.
+
+    prepared: gets their data.
+    """
+    devices: dict[tuple[str, str], Any] = {}
+    found: dict[str, list[str]] = {}
+    for asked in order:
+        try:
+            _check_training(RunConfig.model_validate(asked["config"]), devices, prepared)
+        except BAD_INPUT as error:
+            for line in str(error).splitlines():
+                found.setdefault(line, []).append(asked["label"])
+    return [
+        line if len(labels) == len(order) else f"{line} (with {labels[0]})"
+        for line, labels in found.items()
+    ]
+
+
+def _check_training(
+    config: RunConfig, devices: dict[tuple[str, str], Any], prepared: dict[str, DataFacts]
+) -> None:
+    which = config.device.name, config.device.require
+    if which not in devices:
+        try:
+            devices[which] = detect_best_device(which[0], require=which[1])
+        except DeviceError as error:
+            devices[which] = error
+    if isinstance(devices[which], DeviceError):
+        raise devices[which]
+    prepare_and_check(config, devices[which], prepared)
+
+
+def main() -> None:
+    """Check the trainings on standard input, and print the problems, devices and tasks."""
+    order = json.load(sys.stdin)
+    prepared: dict[str, DataFacts] = {}
+    told = {"problems": find_problems(order, prepared), "devices": [] if order else list_devices()}
+    tasks = sorted({data.task for data in prepared.values()})
+    rows: dict[str, set[str]] = {}
+    for data in prepared.values():  # of loaders nobody knows more than how many rows they have
+        rows.setdefault(data.source, set()).add(data.fingerprint or f"{data.train_rows} rows")
+    found = {source: ", ".join(sorted(of)) for source, of in rows.items()}
+    print(json.dumps({**told, "tasks": tasks, "data": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""A comparison from what was asked for to what is left of it: it trains in processes of their
+own, as children of one run in MLflow, or reads runs that exist; and it shows the report on them
+in the terminal, as a page, in MLflow and in Prefect.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from headroom.base.names import Place, list_shown
+from headroom.base.units import format_number
+from headroom.comparison import page, search_space, trainings
+from headroom.comparison.differences import find_work_classes, needs_recent_speeds
+from headroom.comparison.grid import Cell, ComparisonRequest, GridCheck
+from headroom.comparison.page import MAX_GROUPS, ComparisonReport
+from headroom.comparison.run_groups import (
+    RECENT_SPEED,
+    Goal,
+    Group,
+    MeasuredRun,
+    Points,
+    choose_goal,
+    find_best_group,
+    group_runs,
+    shorten_names,
+)
+from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
+from headroom.process.redaction import redact_command_line
+from headroom.run.findings import make_process_tags
+from headroom.run.flow_run import move_process_tag, show_markdown
+from headroom.run.resume import make_timestamp
+from headroom.services import serve
+from headroom.tracking.mlflow_pages import ComparisonView, make_comparison_path
+from headroom.tracking.tracking_settings import (
+    TrackingError,
+    TrackingSettings,
+    read_tracking_settings,
+)
+
+if TYPE_CHECKING:
+    from headroom.comparison.search import Trials
+    from headroom.tracking.query_runs import ExperimentRuns
+
+CURVE_POINTS = 1_000  # of a line in a picture
+SHOWN = 5  # of the trainings that were taken over
+
+
+@dataclass
+class Comparison:
+    """Runs side by side: where they come from, and what is to be kept of them."""
+
+    asked: ComparisonRequest
+    store: ExperimentRuns
+    title: str
+    folder: Path  # of its page and its plots
+    runs: Path  # where the folders of all runs are
+    state: ComparisonFolder | None = None  # how far its trainings have come
+    trials: Trials | None = None  # of a search
+    status: str = "KILLED"  # of its run in MLflow, while it has not come to its end
+    text: str = ""
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.status == "FINISHED" else 1
+
+    @property
+    def trained(self) -> list[Cell]:
+        """Return its trainings; of a search those that were drawn by now."""
+        return self.trials.list_cells() if self.trials else self.asked.cells
+
+    def train(self) -> list[Group]:
+        """Train all that has not ended yet, and return the trainings by group."""
+        assert self.state is not None
+        source = self.trials or trainings.GridSource(self.state, self.asked.cells)
+        try:
+            trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
+        except (KeyboardInterrupt, SystemExit):  # by a signal
+            print("\n".join(self._describe_interruption()), file=sys.stderr, flush=True)
+            raise
+        runs = _read_measured(self.store, self.trained, self.state)
+        self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
+        return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
+
+    def read(self) -> list[Group]:
+        """Return the runs that were asked for, by group. Raises TrackingError."""
+        found = (
+            self.store.read_runs(self.asked.runs)
+            if self.asked.runs
+            else self.store.read_newest(last=self.asked.last, query=self.asked.filter)
+        )
+        if not found:
+            where = self.store.where.experiment
+            raise TrackingError(f"--filter: no training of {where!r} is found")
+        self.title = f"{len(found):,} runs of {self.store.where.experiment}"
+        self.status = "FINISHED"
+        return group_runs([MeasuredRun(**run) for run in found])
+
+    def compare(self, groups: Sequence[Group]) -> ComparisonReport:
+        """Return the report on these groups; that on a search is told by its trials."""
+        if self.trials is None:
+            report = page.compare_groups(self._add_recent_speeds(groups), title=self.title)
+        else:
+            told, goal = self.trials.describe(), self.trials.goal
+            report = page.compare_groups(groups, title=self.title, goal=goal, told=told)
+        if self.state is not None and self.state.taken_over:
+            taken_over = self.state.taken_over
+            labels = [cell.called for cell in self.trained if cell.number in taken_over]
+            more = f" and {len(labels) - SHOWN:,} more" if len(labels) > SHOWN else ""
+            said = "; ".join(labels[:SHOWN]) + more
+            report.notes.append(f"Trained before an interruption, and taken over: {said}")
+        return report
+
+    def _add_recent_speeds(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups with what their runs' speeds were, where nothing else shows how much
+        these vary."""
+        if len(groups) < 2 or not needs_recent_speeds(find_work_classes(groups)):
+            return groups
+
+        def read(run: MeasuredRun) -> MeasuredRun:
+            points = self.store.read_series(run.run_id, RECENT_SPEED, most=CURVE_POINTS)
+            return replace(run, recent_speeds=[value for _, _, value in points])
+
+        return [replace(g, runs=[read(r) if r.is_done else r for r in g.runs]) for g in groups]
+
+    def publish(self, report: ComparisonReport) -> None:
+        """Print the report, and write its page and its plots."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shown = [group.done[0].run_id for group in report.groups if group.done][:MAX_GROUPS]
+        series: dict[str, Points] = {
+            run_id: self.store.read_series(run_id, "train/loss", most=CURVE_POINTS)
+            for run_id in shown
+        }
+        self.files = page.write_page(report, self.folder, series=series)
+        console = Console(highlight=False)
+        for line in report.doubts:
+            console.print(f"! {line}", markup=False)
+        console.print(page.make_terminal_table(report, width=console.width))
+        for line in (*report.words, *report.notes):
+            console.print(f"- {line}", markup=False)
+        console.print(f"Page     {self.files[0]}", markup=False, soft_wrap=True)
+        self.text = page.make_markdown(report)
+        if self.state is None:
+            return
+        if self.trials is not None and self.trials.best is not None:
+            settings, again = self.trials.make_best_command()
+            self.store.set_tags(self.state.run_id, {"best.command": again}, params=settings)
+            console.print(f"Again    {again}", markup=False, soft_wrap=True)
+            self.text += f"\n\n```\n{again}\n```"
+        self._show_in_mlflow(report.groups, self.state.run_id)
+
+    def _show_in_mlflow(self, groups: Sequence[Group], run_id: str) -> None:
+        """Save the view that shows the trainings, and give their parent the figures of the best."""
+        goal = choose_goal(groups, self.trials.goal if self.trials is not None else None)
+        done = [run for group in groups for run in group.done]
+        view = ComparisonView(
+            run_id,
+            self.title,
+            self.asked.varied,
+            goal.name if goal is not None else "",
+            is_lower_better=goal is not None and goal.is_lower_better,
+            is_grouped=any(len(group.runs) > 1 for group in groups),
+            has_curves=any(run.metrics.get("train/epoch", 0) > 2 for run in done),
+        )
+        self.store.keep_view(view)
+        best = find_best_group(groups, goal) if goal is not None else None
+        if goal is None or best is None:
+            return
+        metrics = [*list_shown(Place.GOAL), *list_shown(Place.BEST_RUN)]
+        figures = {metric: best.compute_median(metric) for metric in metrics}
+        known = {metric: value for metric, value in figures.items() if value is not None}
+        # A search keeps its best trial's settings and tags itself.
+        told = {} if self.trials is not None else {"best": best.label}
+        points = self.store.read_series(best.done[0].run_id, goal.name, most=CURVE_POINTS)
+        step = points[-1][0] if points else 0  # where the best one's curve ends
+        settings = best.settings if told else None
+        self.store.set_tags(run_id, told, params=settings, metrics=known, step=step)
+
+    def _describe_interruption(self) -> list[str]:
+        """Return how far the trainings have come, and what goes on with them."""
+        assert self.state is not None
+        words = [word for word in self.asked.words if word != "--anew"]
+        again = shlex.join(["python", "-m", "flows.compare", *redact_command_line(words)])
+        ended = f"{len(self.state.ended)} of {self.asked.count} trainings have ended"
+        lines = [f"{ended}; the same command goes on with the others: {again}"]
+        if self.trials is not None and (best := self.trials.describe_best()):
+            lines.insert(0, f"So far {best}")
+        return lines
+
+    def _tell(self, cell: Cell, ended: TrainingEnd | None) -> None:
+        """Print that a training begins, or how it ended; what a search knows of it, MLflow gets."""
+        said = "begins" if ended is None else ended.status
+        if ended is not None and ended.value is not None and self.trials is not None:
+            said += f", {self.trials.goal.name} {format_number(ended.value)}"
+        error = f": {ended.error}" if ended is not None and ended.error else ""
+        line = f"{cell.number}/{self.asked.count} {cell.called}: {said}{error}"
+        print(line, file=sys.stderr, flush=True)
+        if ended is None or self.trials is None or self.state is None:
+            return
+        if ended.status == "PRUNED" and ended.run_id:
+            self.store.set_tags(ended.run_id, {"pruned": ended.error})
+        if ended == self.trials.best:
+            tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
+            self.store.set_tags(self.state.run_id, tags)
+
+
+@contextmanager
+def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
+    """Yield the comparison; where it trains, inside of the run in MLflow that holds the others.
+
+    Raises ConfigError and TrackingError for what can be neither trained nor read.
+    """
+    move_process_tag()
+    if not asked.cells:
+        comparison = _open_existing(asked, read_tracking_settings())
+        yield comparison
+        show_markdown(comparison.text, f"comparison-{comparison.folder.name}", comparison.title)
+        return
+    comparison, state = _open_new(asked)
+    store, run_id = comparison.store, state.run_id
+    try:
+        yield comparison
+    finally:
+        store.end(run_id, status=comparison.status, text=comparison.text, files=comparison.files)
+    state.is_over = True
+    state.keep()
+    ids = {"experiment_id": store.experiment_id, "run_id": run_id}
+    path = make_comparison_path(**ids)
+    link = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
+    print(f"Open     {link}", flush=True)
+    show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
+
+
+def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:
+    from headroom.tracking.query_runs import ExperimentRuns  # imports mlflow
+
+    if chosen.database is not None and not chosen.database.is_file():
+        raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
+    store = ExperimentRuns(chosen, asked.base.run.experiment, makes=False)
+    runs = Path(chosen.runs)
+    folder = runs.parent / "comparisons" / make_timestamp()
+    return Comparison(asked, store, "", folder, runs)
+
+
+def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
+    """Return the comparison, new or one that goes on, and how far its trainings have come."""
+    check = GridCheck(asked.cells)
+    from headroom.tracking.query_runs import ExperimentRuns  # imports mlflow, while that looks
+
+    check.answer()
+    goal = _find_goal(asked, check.tasks)
+    chosen = read_tracking_settings()
+    store = ExperimentRuns(chosen, asked.base.run.experiment)
+    runs = Path(chosen.runs)
+    own = [word for word in asked.words if word != "--anew"]
+    words = [str(Path.cwd()), *redact_command_line(own)]
+    state = trainings.open_comparison(
+        runs.parent / "comparisons",
+        " ".join(words),
+        trainings.describe_inputs(asked.cells, check.data),
+        is_anew=asked.is_anew,
+    )
+    trials = None
+    if asked.search is not None and goal is not None:
+        from headroom.comparison.search import Trials  # imports Optuna
+
+        trials = Trials(asked.search, state, goal=goal, base=asked.base)
+    if state.ended:
+        told = f"going on: {len(state.ended)} of {asked.count} have ended"
+        print(f"{told}, and are taken over; --anew trains all anew", file=sys.stderr)
+    kind = "compare" if trials is None else "search"
+    varied = ", ".join(shorten_names(asked.varied)) or asked.base.model.name
+    name = asked.base.run.name or f"{kind}-{varied} {make_timestamp()}"
+    tags = make_process_tags("flows/compare.py")
+    state.run_id = store.begin(state.run_id, name=name, count=asked.count, tags=tags)
+    state.keep()
+    return Comparison(asked, store, name, state.folder, runs, state, trials), state
+
+
+def _find_goal(asked: ComparisonRequest, tasks: list[str]) -> Goal | None:
+    if asked.search is None:
+        return None
+    return search_space.find_goal(asked.search.goal, tasks, list(asked.base.train.metrics))
+
+
+def _read_measured(
+    store: ExperimentRuns, trained: Sequence[Cell], state: ComparisonFolder
+) -> list[MeasuredRun]:
+    """Return the trainings as MLflow has them, and those that never had a run as they ended."""
+    ends = [state.ended[cell.number] for cell in trained]
+    found = {
+        run["run_id"]: run for run in store.read_runs([end.run_id for end in ends if end.run_id])
+    }
+    runs = []
+    for cell, end in zip(trained, ends, strict=True):
+        run = found.get(end.run_id, {"run_id": "", "name": cell.label})
+        params = {**run.get("params", {}), **cell.settings}  # as they were written
+        told = {"status": end.status, "params": params, "error": end.error}
+        runs.append(MeasuredRun(**{**run, **told}))
+    return runs

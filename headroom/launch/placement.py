@@ -1,0 +1,106 @@
+"""How many processes train, and which device each of them gets. It refuses more than there are
+GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from headroom.base.facts import DeviceFacts
+from headroom.device.detection import DeviceError, detect_best_device
+from headroom.device.leases import Leases, find_lease_folder
+from headroom.launch.launcher import is_launched
+from headroom.ranks.ranks import Ranks
+from headroom.ranks.ranks import read_ranks_from_environment as ranks_asked
+from headroom.settings.run_config import DeviceConfig, LaunchConfig
+from headroom.watch.leaks import take_baseline
+
+
+def count_processes(launch: LaunchConfig, facts: DeviceFacts) -> int:
+    """Return how many processes train where the first has this device: those that are there
+    already, or are to be started. Raises DeviceError."""
+    if is_launched():
+        return ranks_asked().size
+    if launch.machines:
+        raise DeviceError(
+            "launch.nodes: several machines train by `python -m flows.train` on each of them; a "
+            "flow that Prefect starts trains on one"
+        )
+    if launch.count == 1:
+        return 1
+    if facts.kind == "cpu":
+        count = launch.count or 1
+    else:
+        here = torch.accelerator.device_count()
+        count = launch.count or here
+        if count > here:
+            raise DeviceError(
+                f"launch.processes: must be at most {here}, one for each {facts.kind} device of "
+                f"this machine (got {count})"
+            )
+    if count > 1 and not (dist.is_available() and facts.kind in ("cpu", "cuda", "rocm", "xpu")):
+        raise DeviceError(
+            f"launch.processes: several processes cannot train together on {facts.kind} with this "
+            f"PyTorch (got {count}); use 1"
+        )
+    return count
+
+
+def count_threads(processes: int) -> int:
+    """Return the CPU threads of each of so many processes that share the cores of this
+    machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
+
+
+def choose_device_name(asked: DeviceConfig, ranks: Ranks) -> str:
+    """Return the name of the device that a process of torchrun asks for: the GPU of its number on
+    this host. Raises DeviceError where one device is asked for by its index, and where nobody has
+    given it a number and it sees several."""
+    if ranks.is_alone or asked.name == "cpu":
+        return asked.name
+    if ":" in asked.name:
+        raise DeviceError(
+            f"device.name: is {asked.name}, one device, and {ranks.size} processes train together; "
+            "leave the index out"
+        )
+    if asked.name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = None if found is None else found.type
+    else:
+        kind = asked.name
+    if kind is None:
+        return "auto"
+    here = torch.accelerator.device_count()
+    if "LOCAL_RANK" not in os.environ and here == 1:  # a scheduler has given each its own
+        return f"{kind}:0"
+    if ranks.local is None:
+        raise DeviceError(
+            f"LOCAL_RANK: is not set, while RANK is {ranks.rank} and {here} devices are visible; "
+            "set it to the number of the process on its host, or let each see one device alone"
+        )
+    return f"{kind}:{ranks.local}"
+
+
+def find_rank_device(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> DeviceFacts:
+    """Find the device of a rank, where the first one on this host has `first`; the others
+    follow by their index, and are leased until this process ends. Raises DeviceError."""
+    if first.index is None or not ranks.local:
+        return replace(first, baseline_bytes=take_baseline(first.name).bytes)
+    others = [i for i in range(torch.accelerator.device_count()) if i != first.index]
+    name = f"{first.name.partition(':')[0]}:{others[ranks.local - 1]}"
+    leases = None
+    if not asked.share:
+        leases = Leases(
+            find_lease_folder(), wait_s=asked.wait_s, holder=f"rank {ranks.rank} of a training"
+        )
+        _LEASES.append(leases)
+    found = detect_best_device(name, leases=leases)
+    return replace(found, baseline_bytes=take_baseline(found.name).bytes)
+
+
+_LEASES: list[Leases] = []

@@ -1,0 +1,564 @@
+"""The record of a loop that somebody else wrote, in a script or a notebook: what Headroom tells of
+a training of its own, told of theirs. It needs no Prefect and no settings, opens the run without
+waiting for MLflow, and lets every error of the loop through as it came. An error of its own never
+leaves it: it is told, and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import date, datetime
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+from headroom.base.facts import DeviceFacts
+from headroom.base.secret_texts import hide_secrets
+from headroom.device.detection import DeviceError, detect_best_device
+from headroom.process import signals
+from headroom.run.failures import Failure
+from headroom.run.findings import make_device_json, make_device_tags
+from headroom.run.program_end import UNKNOWN, ProgramEnd
+from headroom.run.recording import Recording
+from headroom.run.resume import FolderClaim
+from headroom.tracking.journal import JournalError
+from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
+from headroom.training.oom_report import OutOfMemory, explain_own_failure
+from headroom.watch import leaks
+from headroom.watch.guard import Guarded, guard, take_own_error
+from headroom.watch.logged_values import check_name, take_step
+from headroom.watch.out_of_memory import is_oom
+from headroom.watch.own_loop import (
+    OwnLoop,
+    check_watched,
+    find_device,
+    list_optimizers,
+)
+
+if TYPE_CHECKING:
+    from headroom.training.loop_forecast import LoopForecast
+
+log = logging.getLogger(__name__)
+_open: list[Account] = []  # in the order in which they began
+_measuring: dict[str, int] = {}  # accounts that are open, by the device whose peaks they measure
+_PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
+
+
+class Account(Recording, Guarded, raising=("begin", "forecast")):
+    """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
+
+    def __init__(
+        self,
+        *,
+        run_name: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        device: Any = None,
+        experiment: str | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """Raises ValueError and TypeError.
+
+        Args:
+            run_name: Of the run in MLflow; by default that of the program's file.
+            params: What the loop was asked to do; logged as params.
+            model: The model whose passes are told apart, or several in a list; more by `watch`.
+            optimizer: The same of optimizers. Where the loop marks no steps, that of the last one
+                given ends one. Without, it is the one that steps over the model's parameters.
+            device: Where the loop computes; by default where the model is.
+            experiment: In MLflow; by default that of mlflow.yaml.
+            quiet: Print no report at the end.
+        """
+        check_watched(model, optimizer)
+        found, source = find_tracking_settings(), _find_source()
+        name = run_name or Path(source).stem
+        if os.environ.get("RANK", "0") != "0":  # as torchrun says: each process has its own run
+            name += f"-rank-{os.environ['RANK']}"
+        super().__init__(
+            found.settings,
+            FolderClaim(Path(found.settings.runs), name),
+            params=hide_secrets(dict(flatten_params({} if params is None else params)), "params"),
+            experiment=experiment,
+        )
+        if found.doubt:
+            self.warn(found.doubt)
+            log.warning("%s", found.doubt)
+        self._asked, self._source, self._is_quiet = (device, (model, optimizer)), source, quiet
+        self._loop: OwnLoop | None = None
+        self._device: DeviceFacts | None = None
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._handler: Any = None  # of SIGTERM, as it was
+        self._program: ProgramEnd | None = None
+        self._owner: Any = None  # weakly, what may still log when the run has ended
+        self._is_over = self._is_full = self._is_owed = self._is_within = self._is_lost = False
+        self._is_lacking = False  # MLflow lacks what was logged since the end
+
+    def __enter__(self) -> Self:
+        """Begin the run, if nobody has."""
+        self._is_within = True
+        return self._begin_once()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End the run as the loop has ended. The error, if any, goes on as it came."""
+        if self._is_over or os.getpid() != self._pid:  # a process that was forked has no end here
+            return
+        self._is_over = True
+        if self in _open:
+            _open.remove(self)
+        try:
+            with keep_random_state():
+                self._end_run(error)
+        except Exception as own:
+            take_own_error(self, own)
+            with suppress(Exception):  # its sending process ends it
+                self._journal.__exit__()
+                self._held.close()
+
+    def begin(self, *, is_owed: bool = False, owner: Any = None) -> Self:
+        """Begin the run, as entering the context does. is_owed: who begins it ends it as well: one
+        that is not ended came to nothing. owner: while it is there, more may be logged after the
+        end."""
+        self._is_owed = is_owed
+        self._owner = None if owner is None else weakref.ref(owner)
+        return self._begin_once()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the run, as leaving the context does."""
+        self.__exit__(type(error), error, None)
+
+    def abandon(self, why: str = "its training was left", *, is_over: bool = False) -> None:
+        """End a run that nobody has ended: by the error that left it, or else for want of an end.
+        is_over: the program is."""
+        if self._is_over or self._program is None:
+            return
+        error, found = self._program.find_error(is_over=is_over), self._found
+        if isinstance(error, SystemExit) and error.code == UNKNOWN:
+            why, error = "its program was left by a SystemExit, whose code nobody knows", None
+            found.failure = found.failure or Failure("user_code", why)
+        elif error is None and self._is_owed:
+            found.failure = found.failure or Failure("user_code", why)
+        elif error is None:
+            found.stopped = "its program ended without ending it" if is_over else why
+        self.end(error)
+
+    @property
+    def loop(self) -> OwnLoop:
+        """What measures the loop, with every method that a callback may call."""
+        if self._loop is None:
+            if not self._is_lost:
+                log.warning("account: it has not begun; use `with account(...) as run:`")
+            self._loop = OwnLoop.__new__(OwnLoop)
+        return self._loop
+
+    def warn(self, text: str) -> None:
+        """Keep what a person should doubt of this run."""
+        self._found.warn(text)
+
+    def take_error(self, error: BaseException) -> None:
+        """Measure no more, and tell why, once; the loop goes on."""
+        if self._loop is not None and not self._loop.is_deaf:
+            self._loop.take_error(error)
+        else:
+            log.warning("account: an error of its own; the loop goes on", exc_info=error)
+
+    def watch(self, *things: Any) -> None:
+        """Watch these models and optimizers from now on."""
+        self.loop.watch(*things)
+
+    @partial(guard, otherwise=lambda _, loader: loader)
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """Return what yields the batches of the loader, once an epoch or in each; the wait for them
+        is timed and their rows are counted."""
+        return Batches(loader, lambda: self.loop.iterate_batches(loader))
+
+    @partial(guard, otherwise=lambda *_: nullcontext())
+    def step(self) -> AbstractContextManager[None]:
+        """Return the context of one step of the loop."""
+        loop = self.loop
+        return _Block(loop.begin_step, loop.end_step, loop.drop_step)
+
+    @partial(guard, otherwise=lambda *_, **__: nullcontext())
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a phase of a step, or of a part of the run beside its steps."""
+        loop = self.loop
+        return _Block(partial(loop.begin_phase, name), loop.end_phase, loop.drop_phase)
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics; tensors on a device are read later, without waiting for it. What is logged
+        after the end belongs to the record, too."""
+        loop = self.loop
+        if not loop.is_deaf:
+            loop.log(metrics, step)
+        elif self._program is not None:
+            taken = {name: float(value) for name, value in loop.values.take(metrics).items()}
+            at = take_step(loop.done if step is None else step, loop.done)
+            if not self._is_over:
+                self._keep([(taken, at)])
+            elif taken:
+                self._add(taken, at)
+
+    def send_added(self) -> None:
+        """Let MLflow have what was logged after the end; nobody waits for it."""
+        if self._is_lacking:
+            self._is_lacking = False
+            self._journal.send_added()
+
+    def forecast(self, *gpus: str) -> LoopForecast:
+        """Return what a step takes at its peak, and whether it would fit these GPUs, by default
+        those of `loop_forecast.USUAL_GPUS`: of a loop with one model and one optimizer, after its
+        first step. It is asked for its answer, and so it raises what is wrong with the question:
+        RuntimeError, KeyError and UnforeseeableMemory. What is measured goes on."""
+        from headroom.training import loop_forecast
+
+        if self._loop is None or self._is_lost:
+            raise RuntimeError("forecast: this run measures nothing that could be foretold")
+        loop = self.loop
+        if len(loop.models) != 1 or len(loop.optimizers) != 1:
+            raise RuntimeError(
+                "forecast: is of a loop with one model and one optimizer "
+                f"(got {len(loop.models)} and {len(loop.optimizers)})"
+            )
+        if loop.given is None:
+            raise RuntimeError("forecast: comes after the first step; no model was called yet")
+        sizes = {gpu: loop_forecast.SIZES_MIB[gpu] for gpu in gpus or loop_forecast.USUAL_GPUS}
+        step = loop_forecast.make_step_of(
+            loop.models[0], loop.optimizers[0], loop.given, loop.autocast
+        )
+        return loop_forecast.forecast_loop(step, sizes)
+
+    def _begin_once(self) -> Self:
+        if self._is_over:
+            raise RuntimeError("account: it has ended, and is of one run; make another")
+        if self._program is None and not self._is_lost:
+            try:
+                with keep_random_state():
+                    self._begin()
+            except Exception as error:
+                self._loop, self._is_lost, self._is_over = None, True, True
+                self._held.close()
+                if self._is_refusal(error):
+                    raise
+                log.warning(
+                    "account: it could not begin, and the loop goes on without (%s: %s)",
+                    type(error).__name__,
+                    error,
+                    exc_info=error,
+                )
+        return self
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Return whether this is for what the user has asked: a device, or MLflow at any price."""
+        return (isinstance(error, DeviceError) and self._asked[0] is not None) or (
+            isinstance(error, TrackingError) and self._where.required
+        )
+
+    def _begin(self) -> None:
+        device, things = self._asked
+        mine = list_optimizers(things)
+        for other in [*_open]:  # the cell of a notebook is run again
+            if not other._is_within and any(o is p for o in other.loop.optimizers for p in mine):
+                other.abandon("another account was opened on its optimizer")
+        found = self._clock.time_stage("detect_device", self._detect, device, things)
+        self._device = found
+        self._found.tags |= {
+            **make_device_tags(found, self._source),
+            **_find_flow_run_tags(),
+            "gate.of": self._make_gate_key(found),
+        }
+        super().__enter__()
+        try:
+            self._clock.time_stage("open_run", self._open, found)
+            is_alone = found.kind == "cpu" or not _measuring.get(found.name)
+            if not is_alone:
+                self.warn(
+                    f"device: another account of this process measures {found.name}; the peaks "
+                    "of this one are not known"
+                )
+            _measuring[found.name] = _measuring.get(found.name, 0) + 1
+            self._held.callback(_stop_measuring, found.name)
+            self._loop = OwnLoop(
+                found.name,
+                log=self._keep,
+                measures_peaks=is_alone,
+                tell=self.warn,
+                tag=self._found.tags.__setitem__,
+            )
+            self._loop.watch(*things)
+            self._live.tell(stage="train model")
+            self._follow_process()
+        except BaseException as error:
+            super().__exit__(type(error), error, None)
+            raise
+        _open.append(self)
+
+    def _end_run(self, error: BaseException | None) -> None:
+        self._leave_process()
+        told = self._classify(error)
+        try:
+            super().__exit__(type(told), told, None)
+        except JournalError as lost:  # the loop itself came to its end
+            log.error("%s", lost)
+        if not self._is_quiet:
+            self._print_report()
+
+    def _add(self, metrics: dict[str, float], step: int) -> None:
+        """Add metrics to a run that has ended: to its folder now, to MLflow when nobody is left who
+        could log more."""
+        curves, _ = self._make_curves(metrics, step)
+        self.run["metrics"] = {**self.run["metrics"], **curves}
+        self._journal.add(curves, step, self.run)
+        if not self._is_lacking:
+            self._is_lacking = True
+            atexit.register(self.send_added)
+            owner = None if self._owner is None else self._owner()
+            if owner is not None:
+                weakref.finalize(owner, self.send_added).atexit = False
+
+    def _keep(self, found: Sequence[tuple[dict[str, float], int]]) -> None:
+        """Keep metrics of steps, while that can be done: for a full disk no loop has to end."""
+        if not self._is_full:
+            lines = []
+            for metrics, step in found:
+                curves, age_s = self._make_curves(metrics, step)
+                lines.append((curves, step, age_s))
+            try:
+                self._journal.log_steps(lines)
+            except JournalError as full:
+                self._is_full = True
+                self._found.warn(f"not all metrics were kept: {full}")
+                log.warning("%s", full)
+
+    def _detect(self, asked: Any, things: Any) -> DeviceFacts:
+        name, how = find_device(asked, things)
+        found = detect_best_device(name)
+        _, bracket, rest = found.reason.partition(" (")
+        return replace(
+            found,
+            reason=f"{name}, {how}{bracket}{rest}",
+            baseline_bytes=leaks.read_in_use_bytes(name),
+        )
+
+    def _make_gate_key(self, device: DeviceFacts) -> str:
+        """Return a hash of what has to be the same for runs to be compared."""
+        said = [self._source, dict(self.params), device.kind, device.model]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[
+            :16
+        ]
+
+    def _open(self, device: DeviceFacts) -> None:
+        start, _ = self._create(self.params, waits=False)
+        self._claim.write_start(replace(start, device=device.kind))
+        self._live.tell(device=device.name)
+        self._write("device.json", make_device_json(device))
+
+    def _follow_process(self) -> None:
+        """Let the run end with its process, by whatever way that ends."""
+        self._program = ProgramEnd()
+        atexit.register(self.abandon, is_over=True)
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
+            self._handler = self._raise_terminated
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def _leave_process(self) -> None:
+        atexit.unregister(self.abandon)
+        if self._program is not None:
+            self._program.close()
+        if self._handler is not None and signal.getsignal(signal.SIGTERM) == self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _raise_terminated(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one means it
+        if os.getpid() != self._pid:  # a worker of a loader
+            signal.raise_signal(number)
+        self._found.failure = self._found.failure or Failure("signal", "terminated", "KILLED")
+        raise signals.Terminated(128 + number)
+
+    def _classify(self, error: BaseException | None) -> BaseException | None:
+        """Return the error that the run failed by, if that was one; keep how it ended."""
+        found = self._found
+        if error is None or found.failure is not None:
+            return error
+        if isinstance(error, GeneratorExit) or (
+            isinstance(error, SystemExit) and error.code in (None, 0)
+        ):
+            how = "sys.exit(0)" if isinstance(error, SystemExit) else "closing its generator"
+            found.stopped = f"the program ended it by {how}"
+            return None
+        if isinstance(error, signals.Terminated):
+            found.failure = Failure("signal", "terminated", "KILLED")
+        elif isinstance(error, SystemExit):
+            found.failure = Failure("user_code", f"sys.exit({error.code!r})")
+        elif isinstance(error, KeyboardInterrupt):
+            found.failure = Failure("signal", "interrupted", "KILLED")
+        elif is_oom(error) and self._loop is not None and self._device is not None:
+            explanation = explain_own_failure(
+                error, self._loop, device=self._device.name, folder=self.folder
+            )
+            found.fail(OutOfMemory(explanation))
+        return error
+
+    def _prepare_end(self, error: BaseException | None) -> None:
+        loop, device = self._loop, self._device
+        if loop is None or device is None:
+            return
+        try:
+            self._measure_last(loop, device)
+        except Exception as own:
+            self.take_error(own)
+            if leaks.is_broken(loop.device) and error is None:  # it answers nothing but errors
+                self._found.fail(own)
+            self._found.warn(f"account: what the loop measured last is lost: {own}")
+        if self._journal.is_begun:  # what the loop was too short for
+            opened = self._clock.stages.get("time/open_run_s", 0.0)
+            self._clock.time_stage("open_run", self._journal.wait_until_begun)
+            self._clock.stages["time/open_run_s"] += opened
+
+    def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
+        loop.close()
+        self._found.summary |= loop.summarize()
+        stats = loop.accounts.phases.meter.read_stats()
+        if stats:
+            self._write("memory/stats.json", json.dumps(stats, indent=1))
+        self._clock.stages["time/train_model_s"] = loop.accounts.watch.compute_total_s()
+        held = self._clock.time_stage(
+            "release_memory", loop.measure_held, baseline_bytes=device.baseline_bytes
+        )
+        self.keep_release(held)
+
+    def _end(self, error: BaseException | None) -> None:
+        try:
+            super()._end(error)
+        except JournalError:
+            raise
+        except Exception as own:  # of what is told beside: how the loop ended is not lost with it
+            self.take_error(own)
+            if error is not None:
+                self._found.fail(error)
+            self.run = {"name": self._claim.name, "params": {}, **self._found.make_report()}
+            self._journal.close(self.run)
+
+    def _prepare_report(self) -> None:
+        if not self._is_quiet:
+            _load_report()
+
+    def _print_report(self) -> None:
+        Console, run_report = _load_report()
+        if self.run:
+            command = self.run["open_command"] if self.run["run_id"] else ""
+            report = run_report.make_terminal_report(self.run, open_command=command)
+            Console(file=sys.stderr).print(report, crop=False)
+
+
+def _load_report() -> tuple[Any, Any]:
+    """Import what prints a report."""
+    import rich.console
+    import rich.table
+
+    from headroom.report import run_report
+
+    return rich.console.Console, run_report
+
+
+class Batches:
+    """What a loader gives, as often as somebody iterates it; for all else it is the loader."""
+
+    def __init__(self, loader: Iterable[Any], begin: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._begin = loader, begin
+        self._begun: Iterator[Any] | None = None  # by `next`
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return self._begin() if begun is None else begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._begin()
+        return next(self._begun)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _Block:
+    """A context of two calls, and a third where an error leaves it; made at each step, so cheap."""
+
+    __slots__ = ("_begin", "_drop", "_end")
+
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[], None], drop: Callable[[], None]
+    ) -> None:
+        self._begin, self._end, self._drop = begin, end, drop
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        (self._end if kind is None else self._drop)()
+
+
+def _stop_measuring(device: str) -> None:
+    _measuring[device] -= 1
+
+
+def _find_source() -> str:
+    """Return the file of the program; empty in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.abspath(file) if file else "notebook"
+
+
+def flatten_params(
+    params: Mapping[Any, Any],
+    fit: Callable[[str], str] = lambda name: name,
+    above: str = "",
+) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the params, those of a mapping under its name with a dot. fit:
+    makes names fit for MLflow. Raises ValueError for one that is not."""
+    for key, value in params.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten_params(value, fit, f"{name}.")
+            continue
+        name = fit(name)
+        check_name(name, "params")
+        yield name, value if isinstance(value, _PLAIN) else str(value)
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Leave Python's random numbers as they were: a library that prints draws some."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+def _find_flow_run_tags() -> dict[str, str]:
+    """Return the tags that lead to the flow run around this loop, where Prefect is in use here."""
+    if "prefect" not in sys.modules:
+        return {}
+    from headroom.run.flow_run import make_flow_run_tags
+
+    return make_flow_run_tags()

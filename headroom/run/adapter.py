@@ -1,0 +1,57 @@
+"""What adapters of frameworks share: the account of the training that a framework runs now, begun
+with what the framework knows, and a guard around each method that it calls. A copy of an adapter,
+pickled or not, has no run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from headroom.run.account import Account, flatten_params
+from headroom.watch.guard import Guarded
+from headroom.watch.logged_values import FitNames
+from headroom.watch.own_loop import check_watched
+
+log = logging.getLogger(__name__)
+
+
+class Adapter(Guarded):
+    """Begins an account where the framework begins a training."""
+
+    def __init__(self, **asked: Any) -> None:
+        """asked: what `headroom.account` takes. Raises TypeError and ValueError."""
+        inspect.signature(Account).bind(**asked)
+        check_watched(asked.get("model"), asked.get("optimizer"))
+        params = asked.get("params")
+        self._params = {} if params is None else dict(flatten_params(params))
+        self._asked = asked
+        self.run: Account | None = None  # the newest
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "run": None}
+
+    def take_error(self, error: BaseException) -> None:
+        """Measure no more, and tell why, once; the training goes on."""
+        if self.run is not None:
+            self.run.take_error(error)
+        else:
+            log.warning("account: an error of its own; the training goes on", exc_info=error)
+
+    def _begin(self, params: dict[Any, Any], *, owner: Any = None, **given: Any) -> Account:
+        """Begin the account of a training; one that nobody has ended ends here.
+
+        params: that the framework knows. owner: while it is there, more may be logged after the
+        end. given: what an account takes, where the user has not asked for it."""
+        if self.run is not None:
+            self.run.abandon()
+            self.run.send_added()
+        told: list[str] = []
+        names = FitNames("params", told.append)
+        known = dict(flatten_params(params, names.fit))
+        asked = {**given, **self._asked, "params": {**known, **self._params}}
+        self.run = Account(**asked).begin(is_owed=True, owner=owner)
+        for text in told:
+            self.run.warn(text)
+        return self.run

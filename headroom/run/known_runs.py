@@ -1,0 +1,505 @@
+"""Lists the trainings of this host: those that live, each by a small file beside the leases that it
+holds locked, with how far they are; and the newest of those that ended, by their folders, with how.
+It asks no server and imports no PyTorch. The lock goes with its process: a file that nobody holds
+is of a training that is gone, and one that can't write such a file trains all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import pwd
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+
+from headroom.base.file_lock import FileLock, is_held
+from headroom.device import leases
+from headroom.device.leases import Leases
+from headroom.process.prefect_http import compute_uptime
+from headroom.process.redaction import redact
+from headroom.tracking import journal
+from headroom.tracking.journal import BEGIN, SENDING_LOCK, Line, read_journal_ends
+from headroom.training.kept_steps import CHECKPOINTS, list_steps
+
+START, LOCK = journal.START, journal.TRAINING_LOCK
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a run began; kept in its folder as start.json."""
+
+    run_id: str
+    experiment_id: str
+    name: str
+    key: str = ""
+    resumed: int = 0  # times that it was gone on with
+    pid: int = 0  # that trains, or trained last
+    began_at: float = 0.0  # Unix time
+    spent_s: float = 0.0  # by the times before
+    device: str = ""  # its kind
+    retries: int = 0  # since there was a newer checkpoint; 0 again where no more is to come
+    retried_at: int = 0  # step of the checkpoint at the last of them
+    after: str = ""  # which class of failure it came
+    steps: int = 0  # that it is to take
+    epochs: int = 0
+    made_at: float = 0.0  # Unix time; see `choose_made_at`
+    marks: Sequence[str] = ()  # of the last times that this folder went on; see mark_resume
+
+    def write(self, folder: Path) -> None:
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps(asdict(self)))
+        half.rename(folder / START)
+
+    def mark_resume(self, folder: Path) -> RunStart:
+        """Return this start with a new mark, which the folder keeps before MLflow has it: where
+        MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
+        marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
+        marked.write(folder)
+        for place in (folder / START, folder):  # else a power cut takes away what MLflow keeps
+            opened = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
+        return marked
+
+    def mark_as_retry(self, before: RunStart | None, *, on: str) -> RunStart:
+        """Return this start on a device of that kind, as a retry of `before` if given."""
+        was = before or self
+        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
+        return replace(self, device=on)
+
+    def make_next(self, folder: Path) -> RunStart:
+        """Return the start of the next time, with the seconds that the times before took.
+
+        The last one has recorded how long it took, or lasted, as far as is known, until its
+        newest metric.
+        """
+        spent_s = self.spent_s
+        try:
+            told = read_json(folder / "run.json")["metrics"]["time/total_s"]
+            spent_s = max(spent_s, float(told))
+        except (ValueError, LookupError, TypeError):
+            with suppress(OSError):
+                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+        return replace(
+            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
+        )
+
+
+def read_start(folder: Path) -> RunStart | None:
+    """Return how the run of this folder began; None where it is no run's folder.
+
+    MLflow may know the run only since then.
+    """
+    with suppress(TypeError):
+        start = RunStart(**read_json(folder / START))
+        start = replace(start, marks=tuple(start.marks))
+        with suppress(LookupError):
+            sent = read_json(folder / "sent.json") if not start.run_id else {}
+            start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
+        return start
+    return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return what a JSON file of a run's folder says.
+
+    Empty where it is not there, or is damaged.
+    """
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def list_run_folders(runs: Path) -> list[Path]:
+    """Return the folders of runs, the newest first, by what their start.json says.
+
+    A folder's name has the time of a clock, which may be that of another time zone, or of the
+    hour that comes twice.
+    """
+    found = (file.parent for file in runs.glob(f"*/{START}"))
+    return sorted(found, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
+
+
+def choose_made_at(runs: Path) -> float:
+    """Return the `made_at` of a run that is made now: later than that of any run there.
+
+    It is the time, but where the clock was set back since the newest run was made.
+    """
+    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
+    return max(time.time(), newest + 0.001)
+
+
+def _read_made_at(folder: Path) -> float:
+    start = read_json(folder / START)
+    with suppress(KeyError, TypeError, ValueError):
+        return float(start["made_at"])
+    return 0.0
+
+
+def make_resume_command(run_id: str) -> str:
+    """Return the command by which a person goes on with that run."""
+    return f"python -m flows.train --resume {run_id}"
+
+
+NEW_S = 60.0
+MOST_BYTES = 2**16  # of a file that anybody may have written
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What a training announces of itself; what it does not know yet is empty."""
+
+    name: str = ""
+    folder: str = ""
+    run_id: str = ""
+    stage: str = "starting"
+    waits_for: str = ""
+    device: str = ""
+    steps: int = 0
+    epochs: int = 0
+    peak_mib: float = 0.0  # where no curve has it
+    pid: int = 0
+    started_at: float = 0.0  # the process, Unix time
+    uptime_s: str = ""  # of the host then; see prefect_http.compute_uptime
+    uid: int = 0  # of the file's owner, whatever the file says
+
+
+class Announcement:
+    """The announcement of this process.
+
+    A context manager around a run: on exit it is removed.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        me = psutil.Process()
+        told = {"name": redact(name), "folder": str(folder), "pid": me.pid}
+        self.live = LiveRun(**told, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
+        self._place = leases.find_lease_folder()
+        self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
+        self._lock: FileLock | None = None
+
+    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
+        """Return leases that announce here what they wait for, and call `told` with it."""
+        holder = f"process {self.live.pid}, {self.live.name}"
+
+        def waits(reason: str) -> None:
+            self.tell(waits_for=reason)
+            told(reason)
+
+        return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
+
+    def tell(self, **known: str | float) -> None:
+        """Announce what is known from now on, by the fields of LiveRun."""
+        self.live = replace(self.live, **known)  # type: ignore[arg-type]
+        with suppress(OSError):
+            if self._lock is not None:
+                self._lock.write(json.dumps(asdict(self.live)))
+
+    def __enter__(self) -> Announcement:
+        half = self._path.with_suffix(".new")
+        try:
+            leases.make_shared_folder(self._place)
+            self._lock = FileLock(half, mode=0o644)
+            self._lock.take(json.dumps(asdict(self.live)))
+            half.rename(self._path)  # only now: others see it locked, or not at all
+        except OSError as error:
+            log.info("flows.runs does not show this: %s %s", self._place, error.strerror)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._path.unlink()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def find_live_runs() -> list[LiveRun]:
+    """Return the trainings that live, in the order in which they began.
+
+    Files of trainings that are gone are removed.
+    """
+    found = []
+    for path in leases.list_trusted_files(leases.find_lease_folder(), "*.run"):
+        if not is_held(path):
+            with suppress(OSError):
+                path.unlink()
+        elif (live := _read_live_run(path)) is not None:
+            found.append(live)
+    return found
+
+
+def find_left_files() -> list[Path]:
+    """Return this user's announcements and queue tickets whose processes are gone."""
+    found = []
+    for path in leases.list_trusted_files(leases.find_lease_folder(), "*.*"):
+        with suppress(OSError):
+            about = path.lstat()
+            # Between its making and its locking a new one is nobody's.
+            is_left = path.suffix in (".run", ".ticket") or (
+                path.suffix == ".new" and time.time() - about.st_mtime > NEW_S
+            )
+            if is_left and about.st_uid == os.getuid() and not is_held(path):
+                found.append(path)
+    return found
+
+
+def is_live(live: LiveRun) -> bool:
+    """Return whether that training still lives, whatever else its process does."""
+    of = (live.folder, live.pid, live.started_at)
+    return any((one.folder, one.pid, one.started_at) == of for one in find_live_runs())
+
+
+def find_process(live: LiveRun) -> psutil.Process | None:
+    """Return that very process; None where it can't be seen, or is not its file's owner's."""
+    with suppress(psutil.Error):
+        process = psutil.Process(live.pid)
+        is_same = abs(process.create_time() - live.started_at) < 1
+        is_same |= compute_uptime(process) == live.uptime_s  # the clock was set since
+        if is_same and process.uids().effective == live.uid:
+            return process
+    return None
+
+
+def find_owner(live: LiveRun) -> str:
+    """Return the name of its user."""
+    return find_user_name(live.uid)
+
+
+def find_user_name(uid: int) -> str:
+    """Return the user's name; the number of one without, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _read_live_run(path: Path) -> LiveRun | None:
+    """Return what the file says; None where it is not what a training writes."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+        with open(path, "rb", opener=_open_without_blocking) as file:
+            text, uid = (
+                file.read(MOST_BYTES).decode(errors="replace"),
+                os.fstat(file.fileno()).st_uid,
+            )
+        told = json.JSONDecoder().raw_decode(text)[0]
+        known = {k: type(v)(told.get(k, v)) for k, v in asdict(LiveRun()).items()}
+        return LiveRun(**{**known, "uid": uid})
+    return None
+
+
+def _open_without_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+PEAK, RUN_PEAK = "memory/peak_allocated_mib", "memory/run_peak_allocated_mib"  # of a window; of all
+LEAST_LETTERS = 6  # of an id
+STATES = {  # of a training that lives, by its stage
+    "starting": "starting",
+    "detect device": "starting",
+    "prepare data": "preparing",
+    "train model": "training",
+    "release memory": "releasing",
+    "sending it to MLflow": "sending",
+}
+GONE = "its process is gone, and nothing has ended it; `python -m flows.tidy --yes` does"
+END_UNKNOWN = "how it ended is only known in MLflow"
+UNKNOWN = "MLflow has not been told of it yet"
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """One training, by the names of --json. What is not known is None, or an empty text."""
+
+    name: str
+    state: str  # of STATES, waiting, or FINISHED, FAILED, KILLED, ended, gone
+    live: bool = False
+    run_id: str = ""
+    key: str = ""
+    folder: str = ""
+    user: str = ""
+    pid: int | None = None
+    device: str = ""
+    waits_for: str = ""
+    step: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    eta_s: float | None = None
+    total_s: float | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_mib: float | None = None
+    reason: str = ""  # why it ended as it did
+    unsent: str = ""  # why MLflow has not got all of it
+    resume: str = ""  # the command that goes on with it
+    began_at: float | None = None  # Unix time
+
+
+def list_known_runs(runs: Path, *, last: int | None = None) -> list[KnownRun]:
+    """Return the trainings that live, then the `last` newest others; None: all of them."""
+    alive = find_live_runs()
+    places = {live.folder for live in alive}
+    ended = (folder for folder in list_run_folders(runs) if str(folder) not in places)
+    found = (run for folder in ended if (run := read_run_folder(folder)) is not None)
+    return [*map(_make_live_run, alive), *islice(found, last)]
+
+
+def find_called_runs(word: str, runs: Sequence[KnownRun]) -> list[KnownRun]:
+    """Return the runs that a person means by this word.
+
+    It is an id or the first letters of it, a name, a key, a folder, or the number of a
+    process that trains.
+    """
+    folder = str(Path(word).absolute())
+    exact = [
+        run
+        for run in runs
+        if word in filter(None, (run.run_id, run.name, run.key, Path(run.folder).name))
+        or (run.live and word == str(run.pid))
+        or folder == run.folder
+    ]
+    return exact or [
+        run for run in runs if len(word) >= LEAST_LETTERS and run.run_id.startswith(word)
+    ]
+
+
+def _make_live_run(live: LiveRun) -> KnownRun:
+    folder = Path(live.folder)
+    start = read_start(folder) if os.access(folder, os.R_OK) else None
+    state = "waiting" if live.waits_for else STATES.get(live.stage, live.stage)
+    run = KnownRun(
+        name=live.name,
+        state=state,
+        live=True,
+        run_id=live.run_id or (start.run_id if start is not None and live.device else ""),
+        key=start.key if start is not None else "",
+        folder=live.folder,
+        user=find_owner(live),
+        pid=live.pid,
+        device=live.device,
+        waits_for=live.waits_for,
+        steps=live.steps or None,
+        epochs=live.epochs or None,
+        peak_mib=live.peak_mib or None,
+    )
+    if start is None or not live.device:  # another user's, or of a run that is not gone on with yet
+        return run
+    return _add_measurements(run, start, {})
+
+
+def read_run_folder(folder: Path) -> KnownRun | None:
+    """Return the run of a folder, which may still train; None where it holds none."""
+    start = read_start(folder)
+    if start is None:
+        return None
+    end = read_json(folder / "run.json")
+    tags = end.get("tags") or {}
+    status, reason = end.get("status"), end.get("error") or end.get("stopped") or ""
+    is_alive = is_held(folder / LOCK)  # of a process that could not tell of itself
+    if is_alive:
+        status, reason = "training", ""
+    elif status is None and is_held(folder / SENDING_LOCK):
+        status = "sending"
+    elif status is None:
+        is_closed = read_json(folder / "sent.json").get("closed")
+        status, reason = ("ended", END_UNKNOWN) if is_closed else ("gone", GONE)
+    is_done = is_alive or (status == "FINISHED" and not reason)
+    run = KnownRun(
+        name=start.name,
+        state=str(status),
+        live=is_alive,
+        run_id=start.run_id,
+        key=start.key,
+        folder=str(folder),
+        pid=start.pid or None,
+        device=str(tags.get("device") or read_json(folder / "device.json").get("name") or ""),
+        reason=" ".join(str(reason).split()),
+        unsent="" if is_alive or not end else _explain_unsent(folder),
+        steps=start.steps or None,
+        epochs=start.epochs or None,
+        resume=""
+        if is_done or not list_steps(folder / CHECKPOINTS)
+        else make_resume_command(start.run_id or folder.name),
+    )
+    return _add_measurements(run, start, end.get("metrics") or {})
+
+
+def _explain_unsent(folder: Path) -> str:
+    """Return why MLflow has not got all of a run that has ended; empty where it has."""
+    if (folder / BEGIN).exists():
+        return UNKNOWN
+    return str(read_json(folder / "sent.json").get("unsent") or "")
+
+
+def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) -> KnownRun:
+    """Return the run with the newest values of its journal, and those of its end over them."""
+    first, newest = read_journal_ends(Path(run.folder) / "metrics.jsonl")
+    known: dict[str, float] = {}
+    peaks = []
+    for _, _, metrics in [*first, *newest]:
+        known |= metrics
+        peaks += [value for name, value in metrics.items() if name == PEAK]
+    known |= {RUN_PEAK: max(peaks)} if peaks else {}
+    known |= end
+    step, now_s = max((step for _, step, _ in newest), default=None), time.time()
+    so_far_s = now_s - start.began_at + start.spent_s
+    return replace(
+        run,
+        step=step,
+        epoch=_compute_epoch(step, run),
+        eta_s=_estimate_left_s(run, newest, start.began_at, now_s) if run.live else None,
+        total_s=max(0.0, so_far_s) if run.live else known.get("time/total_s"),
+        loss=known.get("train/loss"),
+        samples_per_s=_find_speed(known, "speed/samples_per_s"),
+        tokens_per_s=_find_speed(known, "speed/tokens_per_s"),
+        peak_mib=known.get(RUN_PEAK, run.peak_mib),
+        began_at=start.began_at or None,
+    )
+
+
+def make_curve_name(name: str) -> str:
+    """Return the name under which MLflow has what a log point measured.
+
+    A speed of a moment is not that of the run: under one name the run's would end its curve.
+    """
+    return name.replace("speed/", "speed/recent_", 1) if name.startswith("speed/") else name
+
+
+def _find_speed(known: Mapping[str, float], name: str) -> float | None:
+    """Return the run's speed; while it lives, its newest."""
+    return known.get(name, known.get(make_curve_name(name)))
+
+
+def _compute_epoch(step: int | None, run: KnownRun) -> int | None:
+    """Return the number of the epoch that is being trained, from 1."""
+    if step is None or not run.steps or not run.epochs:
+        return None
+    return min(run.epochs, max(1, math.ceil(round(run.epochs * step / run.steps, 6))))
+
+
+def _estimate_left_s(
+    run: KnownRun, lines: list[Line], began_at: float, now_s: float
+) -> float | None:
+    """Return the seconds that are left, by the pace of the newest lines of this start."""
+    points = [(ms / 1000, step) for ms, step, _ in lines if ms / 1000 >= began_at]
+    if not run.steps or len(points) < 2 or points[-1][1] <= points[0][1]:
+        return None
+    (first_s, first), (last_s, last) = points[0], points[-1]
+    pace_s = (last_s - first_s) / (last - first)
+    return max(0.0, (run.steps - last) * pace_s - max(0.0, now_s - last_s))

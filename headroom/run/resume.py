@@ -1,0 +1,453 @@
+"""Which run a start is: an earlier one that it goes on with, as asked for or as the last of its key
+that did not come to its end, or a new one; and retries. Key and folder are held by locks that go
+with the process. It refuses a run that still trains, and one of which nothing was kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from headroom.base.facts import DeviceFacts
+from headroom.base.file_lock import FileLock, is_held
+from headroom.base.units import format_seconds, make_printable
+from headroom.device.detection import TemporaryDeviceError
+from headroom.process import command
+from headroom.process.redaction import redact
+from headroom.run.failures import Failure
+from headroom.run.known_runs import (
+    LOCK,
+    RunStart,
+    list_run_folders,
+    make_resume_command,
+    read_json,
+    read_start,
+)
+from headroom.settings import read_settings
+from headroom.settings.read_settings import ConfigError, resolve_config
+from headroom.settings.run_config import RunConfig, RunSettings
+from headroom.tracking.journal import RunGone
+from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.training.checkpoint_files import (
+    DamagedCheckpoint,
+    NewerCheckpoint,
+    verify_checkpoint,
+)
+from headroom.training.compatibility import describe_training, refuse_other_training
+from headroom.training.kept_steps import CHECKPOINTS, list_steps
+from headroom.training.loop import compute_end_time
+from headroom.training.plan import Plan
+
+log = logging.getLogger(__name__)
+# Settings that say nothing of what is trained, or stand first in the name.
+NOT_VARIED = (
+    *("run.", "gate.", "checkpoint.", "device.", "model.name", "data.source", "data.path"),
+    *("launch.nodes", "launch.port", "launch.wait_s"),
+)
+PLAIN = (str, int, float)
+NAME_LETTERS = 48  # of a name that nobody gave
+RETRY_WAIT_S = 600.0  # at most
+KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
+
+
+def make_default_name(config: RunConfig) -> str:
+    """Return the name of a run: as given, else the model, the data and changed settings.
+
+    For example `mlp-digits lr=0.01`.
+    """
+    if config.run.name:
+        return config.run.name
+    source = Path(config.data.path).stem if config.data.path else config.data.source
+    usual, words = RunConfig().flat(), [f"{config.model.name}-{source}"]
+    for name, value in read_settings.collect_params(config).items():
+        if name.startswith(NOT_VARIED) or value == usual[name] or not isinstance(value, PLAIN):
+            continue
+        section, _, last = name.rpartition(".")
+        shown = f"{value:g}" if isinstance(value, float) else redact(str(value))
+        words.append(f"{section if last == 'name' else last}={shown}")
+    fit = max([n for n in range(len(words) + 1) if len(" ".join(words[:n])) <= NAME_LETTERS])
+    more = len(words) - max(1, fit)
+    return " ".join([*words[: max(1, fit)], *([f"+{more}"] if more else [])])
+
+
+def make_timestamp() -> str:
+    """Return the time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+class NothingKept(ConfigError):
+    """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
+
+
+def find_resumed_folder(runs: Path, resume: str) -> Path:
+    """Return the folder of the run that --resume names: latest, a run's id, or a folder.
+
+    Raises ConfigError.
+    """
+    told = make_printable(resume, limit=80)
+    if resume == "latest":
+        kept = [folder for folder in list_run_folders(runs) if list_steps(folder / CHECKPOINTS)]
+        if not kept:
+            raise ConfigError(f"--resume latest: no run in {runs} has a checkpoint")
+        return kept[0]
+    folder = next(
+        (f for f in list_run_folders(runs) if resume in (f.name, _read_run_id(f))),
+        Path(resume).absolute(),
+    )
+    if folder.name == CHECKPOINTS:
+        folder = folder.parent
+    if read_start(folder) is None:
+        raise ConfigError(
+            f"--resume {told}: is neither latest, nor the id of a run in {runs}, nor its folder"
+        )
+    if not list_steps(folder / CHECKPOINTS):
+        raise ConfigError(f"--resume {told}: that run wrote no checkpoint; train anew")
+    return folder
+
+
+def read_resumed_settings(resume: str) -> RunConfig:
+    """Return the settings of the run that --resume names. Raises ConfigError."""
+    return resolve_config(
+        str(find_resumed_folder(Path(read_tracking_settings().runs), resume) / "config.yaml"), {}
+    )
+
+
+def find_unfinished_folder(runs: Path, key: str) -> Path | None:
+    """Return the folder of the newest run of this key, where it did not come to its end.
+
+    Something has to be kept there, or another process still trains it; of no key there is
+    none.
+    """
+    newest = _find_newest(runs, key)
+    if newest is None or _is_done(newest):
+        return None
+    return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
+
+
+def lock_key(runs: Path, key: str) -> KeyLock:
+    """Return the key, held until it is closed: from before its run has a folder, so that of two
+    first starts one trains. Raises ConfigError where another process has it, or nothing can be
+    written."""
+    try:
+        lock = KeyLock.take(runs, key)
+    except OSError as error:
+        raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
+    if isinstance(lock, KeyLock):
+        return lock
+    raise ConfigError(
+        f"run.key: {make_printable(key, limit=80)} is being trained by {lock}; wait for it, end "
+        "it with "
+        "`python -m flows.stop`, or choose another key"
+    )
+
+
+def is_key_held(runs: Path, key: str) -> bool:
+    """Return whether a process trains under this key, or is about to."""
+    return is_held(_make_key_path(runs, key))
+
+
+def _make_key_path(runs: Path, key: str) -> Path:
+    return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
+
+
+@dataclass(frozen=True)
+class KeyLock:
+    """A key that this process has. Its file goes with it."""
+
+    lock: FileLock
+
+    @classmethod
+    def take(cls, runs: Path, key: str) -> KeyLock | str:
+        """Return the lock of the key, or who else has it. Raises OSError."""
+        path = _make_key_path(runs, key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            lock = FileLock(path)
+            if not lock.take(f"process {os.getpid()}"):
+                with lock:
+                    return lock.read_text()
+            if lock.is_in_place():
+                return cls(lock)
+            lock.close()  # whoever had it has removed the file since it was opened here
+
+    def __enter__(self) -> KeyLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.lock.path.unlink()
+        self.lock.close()
+
+
+def lock_resumed_folder(folder: Path) -> FileLock:
+    """Return the lock of a run that is to be gone on with. Raises ConfigError where another process
+    has it, and NothingKept where its checkpoints were removed until then."""
+    if folder.is_dir():
+        lock = lock_for_training(folder)
+        if list_steps(folder / CHECKPOINTS):
+            return lock
+        lock.close()
+    raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
+
+
+class FolderClaim:
+    """The folder of a new run: nobody else trains there until its context is left."""
+
+    key = ""  # by which a run is gone on with
+
+    def __init__(self, runs: Path, name: str, locks: ExitStack | None = None) -> None:
+        """locks: what is held already, and let go of with the folder."""
+        self.name = redact(name)
+        self._runs, self._locks = runs, locks or ExitStack()
+        self.start: RunStart | None = None
+        self.folder = self._choose_folder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def hold_folder(self) -> None:
+        """Lock the folder of a run that has just got one. Raises ConfigError."""
+        self._locks.enter_context(lock_for_training(self.folder))
+
+    def write_start(self, start: RunStart) -> None:
+        """Keep how this start began."""
+        self.start = start
+        start.write(self.folder)
+
+    def _choose_folder(self) -> Path:
+        return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
+
+
+class RunClaim(FolderClaim):
+    """Which run this process is: an earlier one that it goes on with, or a new one.
+
+    It holds the run's key and folder, so that nobody else trains it, until its context is left.
+    """
+
+    def __init__(
+        self, runs: Path, config: RunConfig, *, name: str | None, resume: str | None, key: str
+    ) -> None:
+        """name: of a new run. resume: which run to go on with. key: of this training, where its
+        settings give none. Raises ConfigError."""
+        self.key = config.run.key or key
+        self.anew = ""  # why the key does not go on with its last run
+        self._runs = runs
+        self._folder_lock: FileLock | None = None  # of the run to go on with
+        self._is_by_key = bool(self.key and not resume)
+        self._new_name = redact(name or make_default_name(config))
+        with ExitStack() as locks:  # first of the key: of two who look for its run one finds it
+            if self.key:
+                locks.enter_context(lock_key(runs, self.key))
+            left = self._take_earlier(resume, locks)
+            super().__init__(runs, self._new_name, locks.pop_all())
+        self.resumes = left is not None
+        if left is not None:
+            self.folder, self.start = left, read_start(left)
+        self.earlier = self.start or find_failed_start(runs, self.key)  # whose retry this may be
+        self.name = self.start.name if self.start else self._new_name
+
+    def _take_earlier(self, resume: str | None, locks: ExitStack) -> Path | None:
+        """Return the folder of the run to go on with, locked; None where a new one begins."""
+        find = find_resumed_folder if resume else find_unfinished_folder
+        left = find(self._runs, resume or self.key)
+        try:
+            if left is not None:
+                self._folder_lock = locks.enter_context(lock_resumed_folder(left))
+        except NothingKept as nothing:
+            if not self._is_by_key:
+                raise
+            self.anew, left = str(nothing), None
+        return left
+
+    def check(self, plan: Plan) -> None:
+        """Refuse to go on as another training. Where nothing is left to go on from, a key begins
+        a new run. Raises ConfigError."""
+        if self.resumes:
+            try:
+                check_resume(self.folder, plan)
+            except NothingKept as nothing:
+                self.begin_anew(nothing)
+
+    def mark_resume(self) -> RunStart:
+        """Return how the run began, marked as gone on with by this folder. Raises ConfigError."""
+        assert self.start is not None
+        try:
+            return self.start.mark_resume(self.folder)
+        except OSError as error:
+            told = f"--resume {self.folder}: can't be written ({error.strerror})"
+            raise ConfigError(told) from None
+
+    def begin_anew(self, why: ConfigError | RunGone) -> None:
+        """Leave the run of before, which can't be gone on with, for a new one of its key.
+
+        Raises NothingKept where that very run was asked for.
+        """
+        if not self._is_by_key:
+            raise NothingKept(
+                f"--resume {self.folder}: {why}; remove that folder, or train without --resume"
+            ) from None
+        if self._folder_lock is not None:
+            self._folder_lock.close()
+        self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
+        self.resumes, self.folder = False, self._choose_folder()
+        self.start = self.earlier = None
+        self.name = self._new_name
+
+
+def check_resume(folder: Path, plan: Plan) -> None:
+    """Refuse to go on with the run of this folder as another training, before it is opened again.
+
+    Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
+    """
+    kept, now, damage = folder / CHECKPOINTS, describe_training(plan), []
+    for step in list_steps(kept):
+        try:
+            refuse_other_training(verify_checkpoint(kept, step), now)
+        except NewerCheckpoint as error:
+            raise ConfigError(f"--resume: {error}") from None
+        except DamagedCheckpoint as error:  # told when it is read, where an older one is taken
+            damage.append(str(error).replace(f"{kept}/", ""))
+            continue
+        return
+    if damage:
+        raise NothingKept(f"no checkpoint of it is what was written ({damage[0]})")
+    raise NothingKept("its checkpoints were removed")
+
+
+def _find_newest(runs: Path, key: str) -> Path | None:
+    of_key = (
+        f for f in list_run_folders(runs) if (s := read_start(f)) is not None and s.key == key
+    )
+    return next(of_key, None) if key else None
+
+
+def lock_for_training(folder: Path) -> FileLock:
+    """Return the folder's lock, held until it is closed.
+
+    Raises ConfigError where another process trains there, or nothing can be written.
+    """
+    try:
+        lock = FileLock(folder / LOCK)
+        is_mine = lock.take(f"process {os.getpid()}")
+    except OSError as error:
+        raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
+    if not is_mine:
+        by = lock.read_text()
+        lock.close()
+        raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
+    return lock
+
+
+def _read_run_id(folder: Path) -> str:
+    start = read_start(folder)
+    return start.run_id if start else ""
+
+
+def _is_done(folder: Path) -> bool:
+    run = read_json(folder / "run.json")
+    return run.get("status") == "FINISHED" and not run.get("stopped")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A planned restart of a training, in a new process."""
+
+    after: str  # the class of the failure
+    number: int
+    most: int
+    at: float  # Unix time
+    folder: Path
+    step: int  # of the checkpoint that it goes on from; 0: there is none
+
+    def __str__(self) -> str:
+        source = f"from step {self.step:,}" if self.step else "from the start"
+        return (
+            f"{self.after}, which a new process may cure: retry {self.number} of {self.most} "
+            f"begins in {format_seconds(max(0, math.ceil(self.at - time.time())))}, {source}"
+        )
+
+
+def plan_retry(
+    folder: Path, failure: Failure, config: RunConfig, *, starts: int = 0
+) -> Retry | None:
+    """Return the next start of the training in this folder, which has failed and ended.
+
+    None where that would not help, or has not helped so often. It is kept in the folder's
+    start.json. starts: of a flow run by now; 0 from a command line, where the user sees the
+    first failure.
+    """
+    start, step = read_start(folder), next(iter(list_steps(folder / CHECKPOINTS)), 0)
+    was = start or RunStart("", "", "", retries=starts - 1)  # where it did not come to open its run
+    before = 0 if step > was.retried_at else was.retries
+    is_waited_for = failure.cure == "in a retry" and (starts > 0 or was.retries > 0)
+    retry, most = None, config.run.retries
+    if (failure.cure == "always" or is_waited_for) and 0 <= before < most:
+        at = time.time() + min(RETRY_WAIT_S, config.run.retry_wait_s * 2**before)
+        if not _is_over(config.train.until, at):
+            retry = Retry(failure.kind, before + 1, most, at, folder, step)
+    if start is not None:
+        number, after = (retry.number, retry.after) if retry is not None else (0, "")
+        try:
+            replace(start, retries=number, retried_at=step, after=after).write(folder)
+        except OSError:  # what is not counted might never end
+            return None
+    return retry
+
+
+def _is_over(until: str | None, at: float) -> bool:
+    """Return whether the time that a training has is over by then.
+
+    The next 06:30 is another day's.
+    """
+    with suppress(ConfigError):  # a date that has passed
+        return until is not None and at >= compute_end_time(until, time.time())
+    return True
+
+
+def find_failed_start(runs: Path, key: str) -> RunStart | None:
+    """Return the start of the run that failed without a checkpoint, if this is its retry."""
+    folder = command.find_failed_folder() or _find_newest(runs, key)
+    start = read_start(folder) if folder is not None else None
+    return start if start is not None and start.retries else None
+
+
+def make_retry_tags(
+    before: RunStart | None, device: DeviceFacts, run: RunSettings, *, is_new: bool
+) -> dict[str, str]:
+    """Return the tags of a retry; none for another start. is_new: as a run of its own.
+
+    Raises TemporaryDeviceError where the device is gone: nobody asked for weeks on the CPU.
+    """
+    if before is None or not before.retries:
+        return {}
+    if before.device not in ("", device.kind):
+        raise TemporaryDeviceError(
+            f"device.name: the training was on {before.device}, and its retry finds {device.kind} "
+            f"({device.reason}); go on there with --resume, or look after the device",
+            kind="device_lost",
+        )
+    told = {"retries": f"{before.retries} of {run.retries} after {before.after}"}
+    return {**told, "retry_of": before.run_id} if is_new else told
+
+
+def log_resume_command(folder: Path, run_id: str) -> None:
+    """Log how to go on with a run that ended before its end, where a checkpoint was kept.
+
+    run_id: empty where MLflow does not know the run.
+    """
+    kept = list_steps(folder / CHECKPOINTS)
+    if kept:
+        command = make_resume_command(run_id or folder.name)
+        log.info("step %s is kept; go on with `%s`", f"{kept[0]:,}", command)

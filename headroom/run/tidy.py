@@ -1,0 +1,161 @@
+"""Cleans up what trainings of this host left behind when they or a server died: runs and
+flow runs that are shown as running, what was not sent, files of dead processes, and, where
+asked for, old journals. What lives holds a lock and is never touched; two who clean up at
+once share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headroom.base.file_lock import FileLock, is_held
+from headroom.base.units import format_mebibytes, format_seconds, make_printable
+from headroom.process import children, prefect_http
+from headroom.process.prefect_http import FlowRunEnd
+from headroom.process.redaction import redact
+from headroom.run.known_runs import (
+    LOCK,
+    START,
+    find_left_files,
+    find_live_runs,
+    list_run_folders,
+    read_start,
+)
+from headroom.services import local_prefect, serve
+from headroom.services.parts import find_parts, find_worker_starts
+from headroom.tracking.journal import SENDING_LOCK
+from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.training.kept_steps import CHECKPOINTS, list_steps
+
+MIB = 1024**2
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+
+
+@dataclass(frozen=True)
+class TidyAction:
+    """One thing that is, or would be, cleaned up."""
+
+    verb: str  # end, send, set, remove
+    what: str
+    problem: str = ""  # why it could not be
+
+
+def clean_up(
+    chosen: TrackingSettings, *, older_s: float | None = None, does: bool
+) -> Iterator[TidyAction]:
+    """Find and, where it `does`, clean up what was left behind; yield each action.
+
+    older_s: the age from which on journals and checkpoints of runs go that MLflow has.
+    """
+    known: dict[str, FlowRunEnd] = {}
+    if chosen.database is None or chosen.database.is_file():
+        yield from _clean_up_mlflow(chosen, known, does=does)
+    known |= prefect_http.read_flow_run_ends(Path(chosen.runs))
+    for api, workers in _find_servers().items():
+        try:
+            yield from _clean_up_prefect(api, known, workers, does=does)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            yield TidyAction("set", "flow runs", f"Prefect at {redact(api)}: {redact(str(error))}")
+    for path in find_left_files():
+        if does:
+            path.unlink(missing_ok=True)
+        yield TidyAction("remove", f"{path}: its process is gone")
+    if older_s is not None:
+        yield from _remove_old_runs(Path(chosen.runs), older_s, does=does)
+
+
+def _clean_up_mlflow(
+    chosen: TrackingSettings, known: dict[str, FlowRunEnd], *, does: bool
+) -> Iterator[TidyAction]:
+    """Clean up MLflow's runs in a process of its own, which imports mlflow.
+
+    known: gets the flow runs that are to end.
+    """
+    asked = json.dumps({"where": chosen.model_dump(), "does": does})
+    with children.start_child(
+        "headroom.tracking.orphaned_runs", env={**PATIENCE, **os.environ}
+    ) as asking:
+        assert asking.stdin is not None and asking.stdout is not None
+        asking.stdin.write(asked)
+        asking.stdin.close()
+        for line in asking.stdout:
+            with suppress(ValueError):  # a library that prints
+                yield _make_mlflow_action(json.loads(line), known)
+    if asking.returncode:
+        yield TidyAction("end", "runs in MLflow", f"its process ended with {asking.returncode}")
+
+
+def _make_mlflow_action(told: dict[str, Any], known: dict[str, FlowRunEnd]) -> TidyAction:
+    if "verb" not in told:
+        return TidyAction("end", "runs in MLflow", told["problem"])
+    with suppress(OSError):
+        at_s = (Path(told["folder"]) / "metrics.jsonl").stat().st_mtime
+        known[told["flow_run"]] = FlowRunEnd(at_s=at_s)
+    why = "its process is gone" if told["verb"] == "end" else "not all of it was sent to MLflow"
+    id = f" ({told['run_id'][:8]})" if told["run_id"] else ""  # MLflow has not heard of it yet
+    which = make_printable(told["name"], limit=60) + id
+    return TidyAction(told["verb"], f"{which}: {why}", told["problem"])
+
+
+def _find_servers() -> dict[str, list[float] | None]:
+    """Return the Prefect APIs that are known here, each with when its workers began.
+
+    None but for that of `make serve`, whose workers are no other host's.
+    """
+    ours = find_parts(serve.FOLDER)
+    found = (
+        {f"{ours['prefect'].address}/api": find_worker_starts(ours)} if "prefect" in ours else {}
+    )
+    named = local_prefect.find_api_url()
+    return {named: None, **found} if named else {**found}
+
+
+def _clean_up_prefect(
+    api: str, known: dict[str, FlowRunEnd], workers: list[float] | None, *, does: bool
+) -> Iterator[TidyAction]:
+    dead = prefect_http.end_dead_flow_runs(api, known, workers=workers, does=does)
+    for name, end in {**dead, **prefect_http.correct_flow_run_ends(api, known, does=does)}.items():
+        state = end.name or end.type
+        yield TidyAction(
+            "set", f"flow run {make_printable(name, limit=60)} to {state}: {end.message}"
+        )
+
+
+def _remove_old_runs(runs: Path, older_s: float, *, does: bool) -> Iterator[TidyAction]:
+    live = {live.folder for live in find_live_runs()}
+    for folder in list_run_folders(runs):
+        with suppress(OSError), ExitStack() as held:
+            age_s = time.time() - max(file.stat().st_mtime for file in folder.iterdir())
+            is_sent = '"closed": true' in (folder / "sent.json").read_text()
+            if age_s < older_s or not is_sent or str(folder) in live:
+                continue
+            if any(is_held(folder / name) for name in (LOCK, SENDING_LOCK)):
+                continue
+            start, size = read_start(folder), sum(f.lstat().st_size for f in folder.rglob("*"))
+            kept = [
+                f", with its checkpoint of step {n:,}" for n in list_steps(folder / CHECKPOINTS)[:1]
+            ]
+            if does:
+                locks = [held.enter_context(FileLock(folder / n)) for n in (LOCK, SENDING_LOCK)]
+                if not all(lock.take(f"process {os.getpid()}, which removes it") for lock in locks):
+                    continue
+                _remove_folder(folder)
+            name = make_printable(start.name if start else "", limit=60)
+            told = ", ".join([name, f"{format_seconds(age_s)} old", format_mebibytes(size / MIB)])
+            yield TidyAction("remove", "".join([f"{folder}: {told}", *kept]))
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the folder; what makes it a run's goes last: interrupted, it is found again."""
+    last = ["sent.json", START]
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name in last and 1 + last.index(e.name)):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    folder.rmdir()

@@ -1,0 +1,152 @@
+"""List every setting as a row of text, suggest the setting that a wrong name probably meant,
+and find the settings that have no meaning for the source, model or optimizer of a run. The rows
+come from the config's own fields, docstrings and limits, so --help and the README cannot differ
+from what is enforced; only the words of other tools are written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple
+
+from headroom.settings.run_config import GroupConfig, RunConfig
+
+MAPPINGS = (
+    "model.args",
+    "data.args",
+    "train.metrics",
+    "optim.groups",
+)  # inner names are the user's
+_AS_PYDANTIC_SAYS = {"array": "list", "object": "dictionary"}
+_LIMITS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+# What other tools call our settings, where no likeness of words would lead to them.
+_OTHER_WORDS = {
+    "data.path": "file",
+    "data.source": "data.name dataset",
+    "data.target": "label",
+    "device.name": "gpu cuda accelerator",
+    "memory.limit_mib": "memory_limit",
+    "memory.recompute": "gradient_checkpointing",
+    "model.args": "hidden dropout",
+    "model.freeze": "frozen",
+    "optim.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
+    "optim.ema_decay": "ema ema_momentum",
+    "optim.gamma": "factor",
+    "optim.groups": "param_groups parameter_groups",
+    "optim.lr": "learning_rate",
+    "optim.momentum": "beta1",
+    "optim.name": "optimizer optim.type",
+    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optim.step_epochs": "step_size",
+    "optim.warmup_fraction": "warmup_ratio pct_start",
+    "train.accumulate": "grad_accum gradient_accumulation_steps",
+    "train.best_metric": "monitor metric_for_best_model",
+    "train.eval_every_steps": "eval_steps val_check_interval",
+    "train.label_smoothing": "label_smoothing_factor",
+    "train.min_delta": "threshold early_stopping_threshold",
+    "train.patience": "early_stopping early_stopping_patience",
+    "train.precision": "amp dtype fp16 bf16",
+}
+
+
+class Setting(NamedTuple):
+    """A row of the table of settings; all of it text."""
+
+    name: str
+    kind: str  # "number", "integer or null", "one of"
+    default: str
+    limits: str  # "above 0, at most 1,000"; for "one of" the choices
+    text: str
+
+
+@cache
+def list_settings() -> list[Setting]:
+    """Return every setting in order, read from the config's own fields. Do not change the list
+    in place."""
+    rows = []
+    for section, field in RunConfig.model_fields.items():
+        schema = field.annotation.model_json_schema()  # type: ignore[union-attr]
+        rows += [
+            _make_row(f"{section}.{name}", about) for name, about in schema["properties"].items()
+        ]
+    return rows
+
+
+def make_markdown_table() -> str:
+    """Return the table of settings for the README."""
+    lines = ["| setting | type | default | limits | what it does |", "|---|---|---|---|---|"]
+    for row in list_settings():
+        name, kind, default, limits, text = (cell.replace("|", "\\|") for cell in row)
+        lines.append(f"| `{name}` | {kind} | `{default}` | {limits} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def describe_setting(row: Setting) -> str:
+    """Describe what a setting does, its limits and its default, in sentences."""
+    limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
+    default = "" if "Default:" in row.text else f"Default: {row.default}."
+    return " ".join(filter(None, [row.text, f"{limits}." if limits else "", default]))
+
+
+def describe_unknown_setting(name: str) -> str:
+    """Describe why the name is refused, and which setting was probably meant."""
+    section = name.partition(".")[0]
+    if name.startswith("optim.groups."):
+        return f"unknown; a group has {' and '.join(GroupConfig.model_fields)}"
+    own = [row.name for row in list_settings() if row.name.startswith(f"{section}.")]
+    if name == section and own:
+        return f"is a section; give its settings by name, such as {own[0]}"
+    if meant := _guess_name(name.lower().replace("-", "_")[:100]):
+        return f"unknown setting; did you mean {meant}?"
+    if own:
+        return f"unknown setting; {section} has {', '.join(n.partition('.')[2] for n in own)}"
+    return f"unknown setting; the sections are {', '.join(RunConfig.model_fields)}"
+
+
+def format_value(value: Any) -> str:
+    """Format a value as it would stand in the file, short enough for a line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of over 4,300 digits
+        return "a value too long to print"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
+
+
+def _guess_name(name: str) -> str | None:
+    """Return the setting that a wrong name stands for: another tool's word for it, else the
+    same last part elsewhere, else a similar name or last part, else a last part with more words
+    or fewer."""
+    names = [row.name for row in list_settings()]
+    leaves = [n.partition(".")[2] for n in names]
+    own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
+    others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
+    known = {**others, **own, **{n: n for n in names}}
+    leaf = name.rpartition(".")[2]
+    asked = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
+    meant = [known[n] for part, like in asked for n in get_close_matches(part, known, 1, like)]
+    parts = set(leaf.split("_"))  # batch, random_seed
+    meant += [own[n] for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
+    return meant[0] if meant else None
+
+
+def _make_row(name: str, about: Mapping[str, Any]) -> Setting:
+    core = {**about, **about.get("anyOf", [{}])[0]}
+    kind = "one of" if "enum" in core else _AS_PYDANTIC_SAYS.get(core["type"], core["type"])
+    limits = [f"{words} {core[key]:,}" for key, words in _LIMITS.items() if key in core]
+    default = about.get("default", [] if kind == "list" else {})
+    return Setting(
+        name=name,
+        kind=kind + (" or null" if "anyOf" in about else ""),
+        default=default if isinstance(default, str) else format_value(default),
+        limits=", ".join(core.get("enum", limits)),
+        text=" ".join(about["description"].split()),
+    )

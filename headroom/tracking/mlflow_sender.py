@@ -1,0 +1,360 @@
+"""The sending process: with the files beside it the only importer of mlflow. It carries out
+the orders of the training process, which come as lines of JSON, and sends the run's journal
+between them.
+
+`python -m headroom.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was
+away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# MLflow's defaults wait four minutes for a server that is away; the journal waits better.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+# Where its address is not to be had, the thread of MLflow's telemetry takes a variable out of the
+# environment while a request reads it, which then fails.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import psutil  # noqa: E402
+
+from headroom.process.command import pause_collection  # noqa: E402
+
+with pause_collection():
+    from mlflow import MlflowClient  # it reads the environment when it is imported
+    from mlflow.exceptions import MlflowException
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    from headroom.base.file_lock import FileLock
+    from headroom.process import prefect_http
+    from headroom.process.redaction import redact, redact_output
+    from headroom.report import run_report
+    from headroom.tracking import mlflow_store, orphaned_runs, send_later
+    from headroom.tracking.journal import RunGone
+    from headroom.tracking.query_runs import find_newest_metrics, read_history
+    from headroom.tracking.run_sender import (
+        Sender,
+        SendingState,
+        make_telemetry,
+        try_sending_lock,
+        wait_for_sending_lock,
+    )
+    from headroom.tracking.tracking_settings import TrackingSettings, read_tracking_settings
+    from headroom.watch import host_memory
+
+SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
+
+
+class Session:
+    """Carries out the orders of one training process, and answers them."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        self.answer = answer
+        self.client: MlflowClient | None = None
+        self.where: TrackingSettings | None = None
+        self.prefect_api = ""
+        self.training: psutil.Process | None = None
+        self.experiment_id = ""
+        self.sender: Sender | None = None
+        self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
+        self.held: FileLock | None = None  # the folder's lock, until then
+        self.retry_at, self.wait_s = 0.0, 1.0
+        self.is_swept = False
+        self.dead: Iterator[Sender] = iter(())  # runs that are still to be ended
+        self.opened_at = math.inf
+        self.gate_of = ""  # of the runs that this one is compared with
+        self.source = ""  # the file that trains
+        self.system: SystemMetricsMonitor | None = None
+        self.kills = host_memory.count_kills()  # by the kernel, before this run
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
+        """Carry out one order; return the answer, or None where nobody waits for one."""
+        match order.pop("do"):
+            case "open":
+                self.where = TrackingSettings(**order["where"])
+                self.prefect_api = order.get("prefect_api", "")
+                self.watch(order.get("pid", 0))
+                self.answer({"to": "open"})  # MLflow is imported
+                with pause_collection():  # it imports MLflow's store
+                    self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+                notes = [*mlflow_store.notes]
+                mlflow_store.notes.clear()
+                return {"ready": True, "notes": notes}
+            case "begin":
+                if not order.get("late"):
+                    return self.begin(order)
+                self.begin_order = order  # nobody waits for it
+                self.held = try_sending_lock(Path(order["folder"]))
+                return None
+            case "close":
+                if self.sender is None:
+                    assert self.begin_order is not None
+                    self.answer({"to": "begin", **self.begin(self.begin_order)})
+                times = self.close(order["run"])
+                told = self.sender.registered if self.sender is not None else ""
+                return {"closed": True, "times": times, "registered": told}
+            case "add":
+                self.add(Path(order["folder"]))
+                return None
+        raise AssertionError("an unknown instruction")
+
+    def watch(self, pid: int) -> None:
+        """Let `is_alone` know that very process, whatever happens to its number."""
+        with suppress(psutil.NoSuchProcess):  # then the pipe has ended
+            self.training = psutil.Process(pid) if pid else None
+
+    def is_alone(self) -> bool:
+        """Return whether the training's process is gone, though its end of the pipe is held.
+
+        What was forked behind Python's back may hold it.
+        """
+        if self.training is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            is_there = self.training.is_running()
+            return not is_there or self.training.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    def begin(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Begin the run in MLflow. Raises what MLflow raises."""
+        assert self.where is not None
+        if self.client is None:
+            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+        self.experiment_id = order.get("experiment_id", self.experiment_id)
+        folder, tags, past = Path(order["folder"]), order["tags"], {}
+        self.held = self.held or wait_for_sending_lock(folder)
+        if not order.get("late"):
+            past = find_newest_metrics(
+                self.client, self.experiment_id, tags["alike"], order["wanted"]
+            )
+        try:
+            sender = orphaned_runs.begin_run(
+                self.client, self.where, folder, order, self.experiment_id
+            )
+        except RunGone:  # another one may begin, in another folder
+            self.held.close()
+            self.held = None
+            raise
+        sender.held = self.held
+        sender.telemetry = make_telemetry(self.client, sender.state.run_id, tags)
+        self.sender, self.opened_at = sender, time.monotonic()
+        self.gate_of = tags.get("gate.of", "")
+        self.source = tags.get("mlflow.source.name", "")
+        ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
+        return {**ids, "past": past}
+
+    @property
+    def is_begin_due(self) -> bool:
+        """Whether the run has started without MLflow and is to be begun there now."""
+        return (
+            self.begin_order is not None
+            and self.sender is None
+            and (time.monotonic() >= self.retry_at)
+        )
+
+    def begin_patiently(self) -> None:
+        """Begin the run in MLflow that has started without it, or try again later."""
+        if not self.is_begin_due or self.begin_order is None:
+            return
+        try:
+            self.answer({"to": "begin", **self.begin(self.begin_order)})
+        except Exception as error:  # of any store: sqlite's, the network's, the server's
+            print(f"kept, not yet begun: {redact(str(error))}", file=sys.stderr)
+            self.retry_at = time.monotonic() + self.wait_s
+            self.wait_s = min(30.0, 2 * self.wait_s)
+
+    def idle(self) -> None:
+        """Send what is new between orders, then do what makes the end faster."""
+        if self.sender is None:
+            return self.begin_patiently()
+        self.tell_history()  # first: a short run's end waits for it
+        self.sender.flush_patiently()
+        if self.system is None and time.monotonic() - self.opened_at > SYSTEM_METRICS_AFTER_S:
+            assert self.where is not None
+            run_id, uri = self.sender.state.run_id, self.where.tracking_uri
+            self.system = SystemMetricsMonitor(run_id, tracking_uri=uri)
+            self.system.start()
+        if not self.is_swept:
+            self.is_swept = True
+            self.sender.tags |= read_code_version(self.source)
+            with pause_collection():
+                run_report.load_plotting()
+            assert self.client is not None and self.where is not None
+            self.dead = orphaned_runs.find_dead_runs(self.client, self.where, [self.experiment_id])
+            self.correct_flow_runs()
+        else:
+            self.end_one_dead()  # this run's end may be asked for: it would wait for all of them
+
+    def end_one_dead(self) -> bool:
+        """End the next run that says RUNNING though its process is gone. False after the last."""
+        # Somebody else's runs and files: not worth this run's end.
+        with suppress(MlflowException, OSError, ValueError):
+            if (sender := next(self.dead, None)) is not None:
+                with orphaned_runs.pass_over_errors(sender.state.run_id):
+                    orphaned_runs.resend(sender)
+                return True
+        return False
+
+    def tell_history(self) -> None:
+        """Answer once with the runs that the end of this run is compared with."""
+        if self.gate_of and self.client is not None:
+            found = read_history(self.client, self.experiment_id, self.gate_of)
+            self.gate_of = ""
+            self.answer({"history": found})
+
+    def correct_flow_runs(self) -> None:
+        """Give flow runs of this folder their true end in Prefect too.
+
+        Its server may be gone, or ask for a password: then the next run does it.
+        """
+        assert self.where is not None
+        prefect_http.correct_flow_runs(self.prefect_api, Path(self.where.runs))
+
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
+        """End the run, trying again until `give_up_s` have passed."""
+        assert self.sender is not None and self.where is not None
+        self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})
+        if self.system is not None:
+            self.system.finish()
+        until = time.monotonic() + self.where.give_up_s
+        while True:
+            try:
+                return self.sender.close(run)
+            except (MlflowException, OSError) as error:
+                if time.monotonic() > until:
+                    raise
+                print(f"not closed yet: {redact(str(error))}", file=sys.stderr)
+                time.sleep(1)
+
+    def add(self, folder: Path) -> None:
+        """Send what was added to a run after its end."""
+        assert self.client is not None and self.where is not None
+        held = wait_for_sending_lock(folder)  # the process that has ended it may still be there
+        state = SendingState("", "")
+        with orphaned_runs.pass_over_errors(folder.name):
+            orphaned_runs.resend(Sender(self.client, self.where, folder, state, held=held))
+
+    def end(self) -> None:
+        """End the run where the training process is gone without closing it: it was killed."""
+        if self.where is None:
+            return
+        self.begin_patiently()  # a run that began without waiting may have died at once
+        if self.sender is not None and not self.sender.state.closed:
+            killed = host_memory.describe_kills_since(self.kills)
+            dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
+            with orphaned_runs.pass_over_errors(self.sender.folder.name):
+                orphaned_runs.resend(self.sender, dead=dead)
+        elif self.held is not None:
+            self.held.close()
+        if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+            if not self.is_swept:
+                self.dead = orphaned_runs.find_dead_runs(
+                    self.client, self.where, [self.experiment_id]
+                )
+            while self.end_one_dead():
+                pass
+            with orphaned_runs.pass_over_errors(self.where.runs):
+                orphaned_runs.send_unsent_runs(self.client, self.where)
+        self.correct_flow_runs()
+        mlflow_store.remove_old_journals(Path(self.where.runs), keep=self.where.keep_runs)
+        if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
+            send_later.replace_process(self.where, self.prefect_api)
+
+
+def read_code_version(source: str = "") -> dict[str, str]:
+    """Return the commit of the code as tags, and whether files differ from it: of the file `source`
+    where that is somebody's own, else of this project.
+
+    Empty where git is not here or does not answer.
+    """
+    here = Path(source).parent if os.path.isabs(source) else Path(__file__).parent.parent
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit = ask("rev-parse", "HEAD")
+        changes = ask("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.TimeoutExpired):
+        return {}  # no git here, or no answer from it: not known
+    if not commit or changes is None:
+        return {}
+    dirty = str(bool(changes)).lower()
+    return {"git.commit": commit, "mlflow.source.git.commit": commit, "git.dirty": dirty}
+
+
+def main() -> None:
+    """Carry out the orders of the training process until it closes its end of the pipe."""
+    answers, pending = os.fdopen(os.dup(1), "w", buffering=1), b""
+    os.dup2(2, 1)  # what a library prints is not an answer
+
+    def tell(answer: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers)
+
+    session = Session(tell)
+    redact_output(is_log=True)
+    while True:
+        is_quick = session.is_begin_due or (session.sender is not None and not session.is_swept)
+        pause_s = session.where.flush_s if session.where is not None and not is_quick else 0.05
+        if not select.select([0], [], [], pause_s)[0]:
+            if session.is_alone():
+                return session.end()
+            session.idle()
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:
+            return session.end()
+        *orders, pending = (pending + read).split(b"\n")
+        for order in orders:
+            told = json.loads(order)
+            to = told["do"]
+            try:
+                answer = session.obey(told)
+            except RunGone as gone:
+                answer = {"gone" if to == "begin" else "error": str(gone)}
+            except Exception as error:  # whatever it is, the training process has to hear of it
+                is_kept = to in ("open", "begin") and mlflow_store.may_answer_later(
+                    error, session.where
+                )
+                if is_kept and to == "begin":
+                    session.begin_order = {**told, "late": True}
+                answer = {
+                    "away" if is_kept else "error": mlflow_store.explain_error(error, session.where)
+                }
+            if answer is not None:
+                tell({"to": to, **answer})
+
+
+def send_folder(folder: Path) -> int:
+    """Send one run's folder now. Returns the exit code."""
+    try:
+        chosen = read_tracking_settings()
+        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, SendingState("", ""))
+        if not orphaned_runs.resend(sender):
+            print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
+            return 1
+    except (OSError, ValueError, MlflowException) as error:
+        print(f"{folder}: not sent: {redact(str(error))}", file=sys.stderr)
+        return 1
+    print(f"{folder}: sent, run {sender.state.run_id}")
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(send_folder(Path(sys.argv[1])))
+    main()

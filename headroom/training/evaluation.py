@@ -1,0 +1,400 @@
+"""Evaluates the model on rows that it was not trained on: the loss over all rows, and the metrics
+of the task; and keeps the weights of the best epoch, on the host, copied only where another epoch
+follows a better one. Batches that do not fit in memory are evaluated in smaller parts. Where no
+epoch had a loss that is finite, the last weights stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headroom.base import nested, scores
+from headroom.base.facts import DataFacts
+from headroom.base.names import ALIKE, TOP_OF, UNLOGGED
+from headroom.base.nested import get_local_part, shard_like
+from headroom.base.scores import ConfusionCells, KeptRows, shrink_classes
+from headroom.data.batches import Batches
+from headroom.models.user_model import BuiltinForward, Forward
+from headroom.ranks.ranks import Ranks
+from headroom.settings.run_config import BestMetric
+from headroom.training.losses import OwnMetrics
+from headroom.training.micro_batches import MemoryExhausted, MicroBatching, name_oom_phase
+from headroom.training.optimizer_step import Count, Loss, count_rows, scale_loss
+from headroom.watch.out_of_memory import clear_frames
+from headroom.watch.phases import Phases
+
+
+def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an epoch leaves in a model, each once, with its name: parameters
+    and buffers, so also the running statistics of a normalization."""
+    return itertools.chain(model.named_parameters(), model.named_buffers())
+
+
+# Fewer evaluations tell no trend; a quarter of them that gains less, of the value and of all that
+# was gained, is near the end of it.
+LEAST_EVALUATIONS, WORTH, SCATTERS = 8, 0.02, 2.0
+
+
+class BestWeights:
+    """Follows a metric over the evaluations, and keeps the weights of the best."""
+
+    def __init__(
+        self,
+        *,
+        keeps: bool = True,
+        metric: BestMetric = BestMetric("val/loss", True),  # noqa: B008 (a tuple)
+        min_delta: float = 0.0,
+    ) -> None:
+        """keeps: whether the weights are wanted; else the metric alone is followed. min_delta: how
+        much better it has to get, for `waited` to begin anew."""
+        self.keeps, self._metric, self._min_delta = keeps, metric, min_delta
+        self.waited = 0  # evaluations since one that was better by min_delta
+        self.epoch = 0.0  # from 1, or a part of one; 0: none yet
+        self._metrics: dict[str, float] = {}
+        # What min_delta counts from; of a metric that is to be high, its negative.
+        self._reached = math.inf
+        self.cells: ConfusionCells | None = None  # of the best epoch of a classification
+        self._kept: dict[str, Tensor] = {}
+        self.is_now = False  # the best weights are those of now, and not copied yet
+        self.values: list[float] = []  # of all evaluations; less is better
+
+    def is_improving(self) -> bool:
+        """Return whether the last evaluation is the best, and those of the last quarter have gained
+        on what was reached before by more than chance and by a share that is worth going on."""
+        last = max(2, len(self.values) // 4)
+        if len(self.values) < LEAST_EVALUATIONS or not np.isfinite(self.values).all():
+            return False
+        before, now = self.values[:-last], self.values[-last:]
+        # How much three that follow each other are off a line, of which a curve has little.
+        scatter = float(np.abs(np.diff(self.values[-last - 2 :], 2)).mean())
+        gained = min(before) - now[-1]
+        worth = WORTH * min(abs(now[-1]), max(self.values) - now[-1])
+        return now[-1] == min(self.values) and gained > max(worth, SCATTERS * scatter)
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether `restore_best` gives the metrics of an earlier, better epoch."""
+        return self.keeps and self.epoch > 0
+
+    def record(
+        self, metrics: dict[str, float], epoch: float, *, cells: ConfusionCells | None = None
+    ) -> None:
+        """Record the metrics of an evaluation. epoch: how many had ended by then, or a part of
+        one."""
+        self.waited += 1
+        value = self._read(metrics)
+        self.is_now = value < self._read(self._metrics)
+        self.values.append(value)
+        if self.is_now:
+            self._metrics, self.epoch, self.cells = metrics, epoch, cells
+        if value < self._reached - self._min_delta:
+            self._reached, self.waited = value, 0
+
+    def _read(self, metrics: dict[str, float]) -> float:
+        """Return the value, or its negative where more is better; infinite where it is no number or
+        absent."""
+        value = metrics.get(self._metric.name, math.inf)
+        if not math.isfinite(value):
+            return math.inf
+        return value if self._metric.is_lower else -value
+
+    @torch.inference_mode()
+    def keep(self, model: nn.Module) -> None:
+        """Copy the weights, where the current ones are the best; call it where training goes
+        on."""
+        if not self.keeps or not self.is_now:
+            return
+        self.is_now = False
+        for name, tensor in iterate_tensors(model):
+            kept = self._kept.get(name)
+            is_other = kept is None or (get_local_part(kept) is kept) != (
+                get_local_part(tensor) is tensor
+            )
+            if kept is None or is_other or kept.shape != tensor.shape:
+                self._kept[name] = kept = torch.empty_like(tensor, device="cpu")
+            kept.copy_(tensor)
+
+    @torch.inference_mode()
+    def restore_best(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
+        """Load the best weights into the model and return their metrics. metrics: of the
+        current weights."""
+        if not self.has_weights:
+            return metrics
+        for name, tensor in () if self.is_now else iterate_tensors(model):
+            kept = self._kept.get(name, tensor)
+            if kept.shape == tensor.shape:
+                tensor.copy_(shard_like(kept, tensor))
+            else:  # a buffer that has grown since
+                tensor.data = kept.to(tensor.device)
+        return {**self._metrics, "train/best_epoch": float(self.epoch)}
+
+    def state(self) -> dict[str, Any]:
+        """Return the best result so far; without its weights where those are the model's
+        current ones."""
+        kept = {} if self.is_now else dict(self._kept)
+        best = {"metrics": dict(self._metrics), "epoch": self.epoch, "waited": self.waited}
+        cells = None if self.cells is None else self.cells.table
+        return {
+            **best,
+            "kept": kept,
+            "is_now": self.is_now,
+            "cells": cells,
+            "reached": self._reached,
+            "values": list(self.values),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to where `state` was taken."""
+        self._metrics, self.epoch = state["metrics"], state["epoch"]
+        self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
+        self._reached = state["reached"]
+        self.values = list(state["values"])
+        cells = state["cells"]
+        self.cells = None if cells is None else ConfusionCells(cells)
+
+    def iterate_kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that are kept."""
+        yield from self._kept.values()
+
+
+log = logging.getLogger(__name__)
+
+MAX_LOG_PERPLEXITY = 700.0  # exp() of more is no float
+EVAL_ROWS = 1024  # rows of one batch, where there is room: no gradients are kept there
+# Batches summed up at a time: a small tensor kept of each lay between the freed large ones, so that
+# none of these was used again and the heap of a CPU grew by all rows.
+FOLDED = 8
+TOP = 5  # how often the class is among the first of these, of more than TOP_OF classes
+EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
+
+
+def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
+    """Choose the rows of an evaluation batch, where training has batch_size and the device
+    this room."""
+    # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
+    if data.batch is not None:
+        return max(batch_size, data.val_batch_rows)
+    if data.task == "tokens":
+        return batch_size
+    row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows + data.test_rows))
+    return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """How outputs are evaluated. task: classification, multilabel, regression, tokens, or own: by
+    the loss and the user's own metrics alone."""
+
+    task: str
+    loss: Loss
+    autocast: Callable[[], AbstractContextManager[object]]
+    micro: MicroBatching  # how many rows are read, and go through the model, at once
+    phases: Phases
+    forward: Callable[[nn.Module], Forward] = BuiltinForward
+    count: Count = count_rows  # over what the loss of some rows is the mean
+    metrics: OwnMetrics = field(default_factory=dict)  # the user's own, the mean over the rows each
+    # Of a regression: its numbers, (rows, targets) float64, in the units of its target; and mean
+    # and median of the training rows there, which it is held against.
+    to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
+    guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    # Of the classification judged last; or none.
+    cells: list[ConfusionCells] = field(default_factory=list)
+    ranks: Ranks = Ranks()  # each judges its share, and all are told the same
+
+    @property
+    def told(self) -> ConfusionCells | None:
+        """Return the cells of the last evaluation, of a classification."""
+        return self.cells[0] if self.cells else None
+
+
+@dataclass(frozen=True)
+class _BatchSums:
+    """Of one batch, on its device."""
+
+    values: dict[str, Tensor]
+    pairs: list[tuple[Tensor, Tensor]]  # outputs and targets that the figures are computed from
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
+) -> dict[str, float]:
+    """Return val/loss over all rows, or over all that the loss counts, with the figures of the
+    task (see names.METRICS; of more than TOP_OF classes also the share of rows whose class
+    is among the first TOP). Waits for the device.
+
+    Where a regression's target was scaled, val/loss is that of the scaled target (a mean
+    squared error of 1 is as good as the mean), or of the user's own loss in the target's
+    units, as the task's and the user's metrics are. part: what stands for val. The cells of a
+    classification are left in evaluator.cells.
+
+    Raises MemoryExhausted.
+    """
+    model.eval()
+    evaluator.ranks.broadcast_buffers(model)
+    while True:
+        rows = min(evaluator.ranks.all_gather(min(evaluator.micro.rows, len(batches))))
+        try:
+            with name_oom_phase("eval"):
+                found = _evaluate_rows(model, batches, evaluator, rows)
+            return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
+        except MemoryExhausted as error:
+            # Fewer rows that come from the host take less of the device.
+            may_read_less = batches.residency in ("pinned", "host") and evaluator.ranks.is_alone
+            if rows == 1 or not may_read_less:
+                raise
+            clear_frames(error)
+        evaluator.micro.rows = -(-rows // 2)
+        log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
+
+
+def _evaluate_rows(
+    model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
+) -> dict[str, float]:
+    found: list[dict[str, Tensor]] = []
+    rows = 0
+    kept = KeptRows(evaluator.task, len(batches))
+    forward = evaluator.forward(model)
+    for x, y in batches.iterate_in_order(rows_at_once):
+        with evaluator.phases.count_memory_once("eval", (x, y)):
+            batch = _sum_batch(forward, x, y, evaluator)
+        values = batch.values
+        if batches.weight:
+            rows += nested.count_rows(y)
+            for outputs, targets in batch.pairs:
+                kept.add(outputs, targets)
+        else:  # another rank's row, to keep the others company
+            values = {name: torch.zeros_like(value) for name, value in values.items()}
+        found.append(values)
+        del x, y, batch  # gone before the next ones come
+        if len(found) == FOLDED:
+            found = [_add_sums(found)]
+    evaluator.phases.meter.end_phase("eval")
+    sums = {name: total.item() for name, total in _add_sums(found).items()}
+    sums = evaluator.ranks.sum_over_ranks({**sums, "rows": rows})
+    rows = int(sums["rows"])
+    loss = sums["loss"] / sums["counted"] if sums["counted"] else math.nan
+    own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
+    return {
+        "loss": loss,
+        **_compute_counted_figures(evaluator.task, sums, loss),
+        **_compute_scores(evaluator, kept),
+        **own,
+    }
+
+
+def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
+    """Return the figures that are sums over the rows."""
+    if task == "tokens":
+        return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
+    if task in ("regression", "own"):
+        return {}
+    found = {"accuracy": sums["hits"] / sums["answers"]}
+    if "top5" in sums:
+        found["top5_accuracy"] = sums["top5"] / sums["answers"]
+    if task == "multilabel":
+        told = 2 * sums["both"] + sums["either"]
+        found["f1"] = 2 * sums["both"] / told if told else 1.0
+    return found
+
+
+def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
+    """Return the figures that need the rows; and whether all were given the same answer, of more
+    than one."""
+    found = _gather_all_ranks(evaluator.ranks, kept.on_host())
+    evaluator.cells.clear()
+    if found is None:
+        return {}
+    outputs, targets = found
+    if evaluator.task == "multilabel":
+        return scores.compute_label_scores(outputs.float().numpy(), targets.numpy())
+    same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
+    alike = {ALIKE: 1.0} if same else {}
+    if evaluator.task == "classification":
+        evaluator.cells.append(scores.ConfusionCells.of(outputs.numpy(), targets.numpy()))
+        cells = evaluator.cells[0]
+        return scores.compute_class_scores(cells) | scores.find_chance(cells) | alike
+    given, so = (
+        evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
+        for part in (outputs, targets)
+    )
+    return (
+        scores.compute_regression_scores(given, so)
+        | scores.compute_r2_error(given, so)
+        | scores.compute_constant_baseline(given, so, evaluator.guess)
+        | alike
+    )
+
+
+def _gather_all_ranks(
+    ranks: Ranks, ours: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return what all ranks kept, in no order of the rows."""
+    if ranks.is_alone:
+        return ours
+    kept = [pair for pair in ranks.all_gather(ours) if pair is not None]
+    return (torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept])) if kept else None
+
+
+def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
+    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), (x, y))
+
+
+def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
+    parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
+    found = []
+    # No comprehension, which is a closure: see micro_batches.MicroBatching.fit.
+    for part_x, part_y in parts:
+        found.append(_sum_part(forward, part_x, part_y, evaluator))
+    pairs = [pair for part in found for pair in part.pairs]
+    return _BatchSums(_add_sums([part.values for part in found]), pairs)
+
+
+def _sum_part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
+    rows, count = nested.count_rows(y), evaluator.count(x, y)
+    copied = Tensor.clone if evaluator.micro.copies else _return_unchanged
+    with evaluator.autocast():
+        outputs, loss = forward(x)
+        if loss is None:
+            loss = evaluator.loss(copied(outputs), nested.map_tensors(y, copied))
+    values, pairs = {"loss": scale_loss(loss, count), "counted": torch.as_tensor(count)}, []
+    if evaluator.task == "classification":
+        told, classes = outputs.argmax(1), outputs.shape[1]
+        values["hits"], values["answers"] = (told == y).sum(), torch.tensor(told.numel())
+        if classes > TOP_OF:
+            best = outputs.topk(TOP, 1).indices
+            values["top5"] = (best == y.unsqueeze(1)).sum()
+        pairs.append((shrink_classes(told, classes), shrink_classes(y, classes)))
+    elif evaluator.task == "multilabel":
+        is_told, is_so = outputs > 0, y > 0.5
+        values["hits"], values["answers"] = (is_told == is_so).sum(), torch.tensor(y.numel())
+        values["both"] = (is_told & is_so).sum()
+        values["either"] = (is_told ^ is_so).sum()
+        pairs.append((outputs, is_so))
+    elif evaluator.task == "regression":
+        pairs.append((outputs, y))
+    for name, metric in evaluator.metrics.items():
+        given = copied(outputs), nested.map_tensors(y, copied)
+        values[f"own/{name}"] = torch.as_tensor(metric(*given)).float().reshape(()) * rows
+    return _BatchSums(values, pairs)
+
+
+def _return_unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _add_sums(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}

@@ -1,0 +1,304 @@
+"""The training loop: batch, step, log, and an evaluation after each epoch. It is handed the state
+of a training, in which all is ready, and reports through one function, `log(metrics, step)`; it
+waits for the device at readings only, and stops where the loss is no longer a number. How long it
+may go on for now is limited by seconds, a time of the clock, or a request; no step is ever cut.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from itertools import count, islice
+from typing import Any
+
+from headroom.base.names import UNLOGGED
+from headroom.base.nested import count_rows
+from headroom.base.scores import ConfusionCells
+from headroom.base.units import format_seconds
+from headroom.ranks.ranks import Ranks
+from headroom.settings.read_settings import ConfigError
+from headroom.settings.run_config import TrainConfig
+from headroom.training.checkpoints import TrainingPosition
+from headroom.training.evaluation import evaluate
+from headroom.training.losses import NO_ORIGIN, NanOrigin, sum_rows
+from headroom.training.micro_batches import name_oom_phase
+from headroom.training.optim import Plateau
+from headroom.training.plan import Schedule
+from headroom.training.train_state import TrainState
+from headroom.watch.accounts import LoopFacts
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A request to write a checkpoint now, and where it says so to end the training."""
+
+    reason: str  # of an end that is none of the training's own; see TrainingResult
+    ends: bool = True  # the training, after the checkpoint
+    act: Callable[[], None] = lambda: None  # called when it is written: a signal raises here
+
+
+StopCheck = Callable[[], StopRequest | None]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a loop has come to."""
+
+    steps: int
+    epochs: int
+    rows: int  # trained on, each as often as it was
+    stopped_early: bool
+    stopped: str  # why it ended before it was done; empty: it is done
+    metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
+    cells: ConfusionCells | None = None  # of a classification, of the same weights
+    tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
+
+
+def fit_model(
+    state: TrainState, schedule: Schedule, *, check_stop: StopCheck = lambda: None
+) -> TrainingResult:
+    """Train the model in place and return the validation metrics reached. check_stop: is called
+    after each step.
+
+    Raises Diverged for a loss that is not finite: on a CPU at the next reading, elsewhere at the
+    one after it, and at the latest when the epoch ends.
+    """
+    model, train, accounts, best = state.model, state.train, state.accounts, state.best
+    checkpoints, optimizer = state.checkpoints, state.optimizer
+    metrics: dict[str, float] = {}
+    of_epoch = train.count_steps(schedule.batch_size)
+    last_step = schedule.count_steps(of_epoch)
+    accounts.begin_training(LoopFacts(last_step, schedule.log_every, state.rate, state.speeds))
+    checkpoints.resume(state)
+    begin = state.position
+    step, epoch, rows = begin.step, begin.epoch - (begin.batch == 0), begin.rows
+    eval_every = schedule.eval_every_steps
+    _keep_best(state)  # where the evaluation before was the best
+    stop: StopRequest | None = None
+    stopped_early = 0 < schedule.patience <= best.waited and step < last_step
+    is_judged = begin.batch == 0 or (eval_every is not None and step % eval_every == 0)
+    is_done = is_judged and (stopped_early or (begin.batch == 0 and step == last_step))
+    stopped_early &= is_done  # else what is left is judged once more
+    accounts.lap("setup")
+    is_summed = train.residency == "loader"  # else its rows were looked at before
+
+    with name_oom_phase("training", step=lambda: step):
+        for epoch in range(begin.epoch, 0 if is_done else schedule.epochs):
+            model.train()
+            batch = 0 if train.begins_again else state.position.batch
+            order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            take_step = state.choose_step()
+            accounts.begin_epoch(epoch, step + 1)
+            batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
+            sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
+            for x, y in islice(sent, last_step - step):
+                optimizer.set_lr(state.rate(step))
+                checkpoints.let_go_on()
+                step, batch = step + 1, batch + 1
+                is_read = accounts.is_log_point
+                with accounts.count_step((x, y)):
+                    outcome = take_step(x, y, norm=is_read, watched=accounts.watched)
+                step_rows = train.rows_of_whole or count_rows(y)
+                rows += step_rows
+                sums = sum_rows(x, y) if is_summed else ()
+                is_blamed = sums or state.outputs
+                nan_origin = NanOrigin(sums, tuple(state.outputs)) if is_blamed else NO_ORIGIN
+                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
+                state.outputs.clear()
+                if is_read:
+                    take_step = state.choose_step()
+                    if accounts.is_short_of_memory():
+                        state.micro.ease("the allocator had to free its cache twice running")
+                del x, y  # gone before the next ones come
+                state.position = TrainingPosition(step, epoch, batch, rows)
+                if batch < of_epoch:  # else it is judged first
+                    if eval_every is not None and step % eval_every == 0 and step < last_step:
+                        accounts.end_epoch()
+                        metrics = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
+                        stopped_early = 0 < schedule.patience <= best.waited
+                        if stopped_early:
+                            break
+                        _keep_weights(state)
+                        model.train()
+                        accounts.begin_epoch(epoch, step + 1)
+                    else:
+                        checkpoints.end_step(state)
+                    stop = _handle_stop(state, check_stop) if step < last_step else None
+                if stop is not None:
+                    break
+            sent.close()  # where max_steps ends it, batches are left
+            accounts.end_epoch()
+            if stop is not None:
+                break
+            if not stopped_early:  # within the epoch
+                metrics = _judge_weights(state, epoch + 1.0)
+                is_enough = 0 < schedule.patience <= best.waited
+                stopped_early = is_enough and step < last_step
+                state.position = TrainingPosition(step, epoch + 1, 0, rows)
+            if stopped_early or step == last_step:
+                checkpoints.finish(state)
+                accounts.lap("checkpoint")
+                break
+            _keep_weights(state)
+            stop = _handle_stop(state, check_stop)
+            if stop is not None:
+                break
+        optimizer.swap_averages()  # what is logged
+        if not metrics and not best.has_weights:  # ended before an evaluation was
+            metrics = evaluate(model, state.val, state.evaluator)
+    ended = stop.reason if stop is not None else ""
+    cells = best.cells if best.has_weights else state.evaluator.told
+    metrics = best.restore_best(model, metrics)
+    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
+
+
+def _judge_weights(state: TrainState, epoch: float) -> dict[str, float]:
+    """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
+    with state.optimizer.use_averages():
+        metrics = evaluate(state.model, state.val, state.evaluator)
+    state.accounts.lap("eval")
+    logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
+    state.accounts.log({**logged, "train/epoch": epoch}, state.position.step)
+    state.accounts.lap("log")
+    state.best.record(metrics, epoch, cells=state.evaluator.told)
+    if isinstance(state.rate, Plateau):
+        state.rate.record(metrics)
+    return metrics
+
+
+def _keep_weights(state: TrainState) -> None:
+    """Keep what was evaluated, where it is time to or it is the best; training goes on."""
+    state.checkpoints.end_epoch(state, is_best=state.best.is_now)
+    state.checkpoints.let_go_on()
+    _keep_best(state)
+    state.accounts.lap("checkpoint")
+
+
+def _keep_best(state: TrainState) -> None:
+    """Copy the weights that are logged, where those of now are the best."""
+    if state.best.is_now:
+        with state.optimizer.use_averages():
+            state.best.keep(state.model)
+
+
+def _handle_stop(state: TrainState, check_stop: StopCheck) -> StopRequest | None:
+    """Return whether the training ends here for now; there is a checkpoint then."""
+    stop = check_stop()
+    if stop is not None:
+        state.checkpoints.save(state, last=True)
+        state.accounts.lap("checkpoint")
+        stop.act()
+    return stop if stop is not None and stop.ends else None
+
+
+def _send_batches(
+    batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
+) -> Generator[Any, None, None]:
+    """Yield the same batches; one that finds no room has run out of memory at that step."""
+    with name_oom_phase("sending", step=step):
+        yield from batches
+
+
+def find_batch(error: BaseException) -> tuple[Any, Any]:
+    """Return the batch that was trained or evaluated on when the error was raised; (None,
+    None) where there was none."""
+    trace, found = error.__traceback__, (None, None)
+    while trace is not None:
+        # The name of one of ours: what a user calls x and y is no batch.
+        if trace.tb_frame.f_globals.get("__name__") in (__name__, evaluate.__module__):
+            here = trace.tb_frame.f_locals
+            found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
+        trace = trace.tb_next
+    return found
+
+
+class TimeBudget:
+    """Checks after each step whether it is the last one for now."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        asked: StopCheck,
+        *,
+        passed_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """asked: what else may want an end; it is heard first. passed_s: seconds, whatever somebody
+        does to the clock of the host, which is now_s, Unix time."""
+        self._asked = asked
+        self._ends: list[tuple[Callable[[], float], float, str]] = []
+        if train.max_s is not None:
+            why = f"train.max_s: {format_seconds(train.max_s)} are over"
+            self._ends.append((passed_s, passed_s() + train.max_s, why))
+        if train.until is not None:
+            end_s = compute_end_time(train.until, now_s())
+            self._ends.append((now_s, end_s, f"train.until: it is {train.until}"))
+
+    def __call__(self) -> StopRequest | None:
+        stop = self._asked()
+        if stop is None:
+            for clock, end_s, why in self._ends:
+                if clock() >= end_s:
+                    return StopRequest(why)
+        return stop
+
+
+def agree_on_stop(stop: StopCheck, ranks: Ranks, *, every: int) -> StopCheck:
+    """Return `stop` itself where one process trains; else a check of what the lead was asked,
+    every so many steps, since all ranks have to end at the same one."""
+    if ranks.is_alone:
+        return stop
+    calls = count(1)
+
+    def agree() -> StopRequest | None:
+        if next(calls) % every:
+            return None
+        found = stop() if ranks.is_lead else None
+        if not ranks.broadcast_flag(found is not None):
+            return None
+        reason, ends = ranks.broadcast((found.reason, found.ends) if found else ("", True))
+        return found or StopRequest(
+            reason, ends=ends, act=leave_training if ends and not reason else lambda: None
+        )
+
+    return agree
+
+
+class TrainingLeft(Exception):
+    """The training ended for now, since its lead was asked to; there is a checkpoint."""
+
+
+def leave_training() -> None:
+    """Raise TrainingLeft."""
+    raise TrainingLeft
+
+
+def compute_end_time(until: str, now_s: float) -> float:
+    """Return the Unix time of `until`: a time of day, the next there is, or a date and a time.
+
+    Raises ConfigError for one that has passed.
+    """
+    now = datetime.fromtimestamp(now_s)
+    if len(until) > len("HH:MM"):
+        clocks = [datetime.strptime(until, "%Y-%m-%d %H:%M")]
+    else:
+        time_of_day = datetime.strptime(until, "%H:%M").time()
+        clocks = [datetime.combine(now + timedelta(days=n), time_of_day) for n in range(3)]
+    ends = (end_s for clock in clocks for end_s in _find_unix_times(clock))
+    end_s = min((end_s for end_s in ends if end_s > now_s), default=None)
+    if end_s is None:
+        raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
+    return end_s
+
+
+def _find_unix_times(clock: datetime) -> list[float]:
+    """Return when the clock of the host shows that: twice in the hour that comes twice. One that
+    is left out in spring is there when the clock passes over it."""
+    found = sorted(clock.replace(fold=fold).timestamp() for fold in (0, 1))
+    shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
+    between = range(int(found[0]), int(found[1]) + 1)
+    passed = bisect_left(between, True, key=lambda at: datetime.fromtimestamp(at) >= clock)
+    return shown or [float(between[passed])]

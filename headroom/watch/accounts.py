@@ -1,0 +1,251 @@
+"""Accounts for a loop of optimizer steps on one device: where the time of each step goes, phase by
+phase, where its memory goes, owner by owner, how fast the loop is, and what it waited for. A loop
+drives one object by a few calls and logs what it gives; nothing here changes what is computed, and
+nothing waits for the device between two log points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headroom.base.names import COUNTED, PhaseKind, list_phases
+from headroom.ranks.ranks import Ranks
+from headroom.watch.allocation_log import AllocationLog
+from headroom.watch.allocators import wait_for_device
+from headroom.watch.core_wait import CoreWatch
+from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
+from headroom.watch.memory_meter import MemoryMeter
+from headroom.watch.phases import (
+    COUNT_EVERY,
+    Phases,
+    Stopwatch,
+    Watched,
+    make_phase_clock,
+)
+from headroom.watch.step_metrics import Blame, Log, StepMetrics, blame_nobody
+
+HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
+# Of a training, beside its steps; those that are counted are told where there are any.
+PARTS = [p.name for p in list_phases(PhaseKind.TRAINING) if p.name not in ("steps", COUNTED)]
+
+
+@dataclass(frozen=True)
+class LoopFacts:
+    """What the accounts have to know of a loop before its first step."""
+
+    last_step: int  # where a speed is told of the whole run, by another
+    log_every: int
+    learning_rate: Callable[[int], float | None]  # of step 0, 1, ...; None where nobody knows
+    speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # more, from samples/s
+    early: tuple[int, ...] = ()  # log points beside those: a loop of an unknown length may be short
+    may_count: Callable[[], bool] = lambda: True  # the memory of the step that begins, if it is due
+    may_wait: bool = True  # for the device, once: after the first step, to know what that took
+
+
+class Accounts:
+    """The accounts of one loop:
+
+    accounts.begin_training(facts)
+    for epoch in ...:
+        accounts.begin_epoch(epoch, step + 1)
+        for x, y in ...:                       # what gives batches calls mark("data_wait")
+            with accounts.count_step((x, y)):  # what takes steps calls mark(phase)
+                loss, norm = ...
+            accounts.end_step(step, loss, norm, rows=len(y))  # the next one begins
+        accounts.end_epoch()                   # logs what is not logged yet
+        accounts.lap("eval")                   # the time since then was an evaluation's
+    accounts.summarize(...)
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        meter: MemoryMeter,
+        ledger: AllocationLog,
+        owned: Callable[[], OwnedTensors],
+        *,
+        log: Log,
+        watch: Stopwatch | None = None,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    ) -> None:
+        """meter: what measures the device's memory, made before anything was put there. owned: what
+        belongs to whom, whenever it is asked. log: gets metrics and their step."""
+        in_use = partial(_read_in_use, meter) if device.type != "cpu" else lambda: None
+        self.device, self.log, self.ranks = device, log, ranks
+        self.watch, self.cores = watch or Stopwatch(), CoreWatch()
+        self.phases = Phases(
+            make_phase_clock(device),
+            meter,
+            MemoryByOwner(ledger, owned, in_use),
+            count_every=COUNT_EVERY if device.type == "cpu" else None,
+        )
+        self.mark = self.phases.mark  # a phase ends
+        self.lap = self.watch.lap
+        self._facts: LoopFacts | None = None
+        self._is_first = True  # no step is done yet
+        self.is_log_point = False  # whether the metrics of the step that has begun are logged
+        self.steps: StepMetrics | None = None
+
+    @property
+    def watched(self) -> Watched:
+        """What is measured of the step that has begun."""
+        return self.phases.watched
+
+    def begin_training(self, facts: LoopFacts) -> StepMetrics:
+        """Prepare for the first step; return the metrics of the steps, which a checkpoint keeps."""
+        self._facts = facts
+        self.phases.may_count = facts.may_count
+        self.steps = StepMetrics(
+            self.device,
+            phases=self.phases,
+            watch=self.watch,
+            rate=facts.learning_rate,
+            speeds=facts.speeds,
+            last_step=facts.last_step,
+            log=self.log,
+            ranks=self.ranks,
+        )
+        return self.steps
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        """Steps of this epoch begin here with this one, after something else."""
+        assert self.steps is not None
+        self.begin_step(step)
+        self.steps.begin(epoch)
+
+    def begin_step(self, step: int) -> None:
+        """This step, counted from 1, begins with the wait for its batch. It need not come to its
+        end."""
+        facts = self._facts
+        assert facts is not None
+        self.is_log_point = (
+            step % facts.log_every == 0 or step == facts.last_step or step in facts.early
+        )
+        self.phases.begin(step, is_log_point=self.is_log_point)
+
+    def skip_step(self) -> None:
+        """The step that begins is neither timed nor counted, and no log point."""
+        self.is_log_point, self.phases.watched = False, Watched.NOT
+
+    def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return what stands around a step on this batch, which counts its memory if it is due."""
+        return self.phases.count_memory(batch)
+
+    def end_step(
+        self,
+        step: int,
+        loss: Tensor | None,
+        grad_norm: Tensor | None,
+        *,
+        rows: int,
+        blame: Blame = blame_nobody,
+        begins_next: bool = True,
+        is_counted: bool = False,
+    ) -> None:
+        """This step is done, and the next one begins. loss: None where nobody tells it. blame: what
+        is to blame if its loss is no number. begins_next: no, where the caller begins those that
+        are timed. is_counted: its time is in no speed. Raises Diverged."""
+        steps, facts = self.steps, self._facts
+        assert steps is not None and facts is not None
+        steps.add(loss, rows=rows, blame=blame, is_timed=not is_counted)
+        if self._is_first:
+            self._is_first = False
+            if facts.may_wait:
+                wait_for_device(self.device)
+            self.phases.restart()
+            steps.restart()
+            self.lap("first_step")
+        if self.is_log_point:
+            steps.add_log_point(grad_norm)
+        if begins_next:
+            self.begin_step(step + 1)
+
+    def end_epoch(self) -> None:
+        """Wait for the device and log all there is. Raises Diverged."""
+        assert self.steps is not None
+        self.steps.drain()
+
+    def is_short_of_memory(self) -> bool:
+        """Return whether the allocator had to free its cache at two log points running."""
+        return self.phases.meter.is_thrashing()
+
+    def measure_memory(self) -> dict[str, float]:
+        """Return peaks and owners, in MiB under the names of the run record. Call it before the
+        model is freed."""
+        memory = self.phases.meter.summarize()
+        peak_mib = memory.get("memory/run_peak_allocated_mib")
+        accounts = self.phases.accounts
+        if peak_mib is not None and accounts.ledger.misses_kernels:
+            memory["memory/peak_is_lower_bound"] = 1.0
+        return {**memory, **accounts.make_metrics(peak_mib=peak_mib)}
+
+    def summarize(
+        self,
+        *,
+        steps: int,
+        rows: int,
+        replays: int = 0,
+        copy_s: float | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> dict[str, float]:
+        """Return the loop's time by part and its mean speed, under the names of the run record.
+
+        steps, rows: that were taken and trained on. replays: steps that a graph replayed, whose
+        phases cannot be told apart; the waits for data are then theirs, the other phases those of
+        the steps taken plainly. copy_s: of a batch to the device, where that was beside the steps.
+        counted: of these steps and rows, those that are no part of the speed.
+        """
+        assert self._facts is not None
+        spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
+        phase_s = clock.compute_step_seconds()
+        replay_s = clock.compute_step_seconds(replayed=True)
+        known_s = sum(spent[part] for part in (*PARTS, HELD, COUNTED))
+        steps, rows = steps - counted[0], rows - counted[1]
+        known_s += sum(phase_s.values()) * max(0, steps - 1 - replays)
+        known_s += sum(replay_s.values()) * replays
+        phase_s |= replay_s
+        loop_s = spent["first_step"] + spent["steps"]
+        samples_per_s = rows / loop_s
+        found = {
+            **{
+                phase.metric: 1000 * phase_s[phase.name]
+                for phase in list_phases(PhaseKind.STEP)
+                if phase.name in phase_s
+            },
+            **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
+            "speed/steps_per_s": steps / loop_s,
+        }
+        if rows:
+            found |= {"speed/samples_per_s": samples_per_s, **self._facts.speeds(samples_per_s)}
+        if counted[0]:
+            found[f"time/{COUNTED}_s"] = spent[COUNTED]
+        for name, seconds in (
+            ("fast_step", clock.compute_fast_step_s()),
+            ("reference", clock.compute_reference_s()),
+        ):
+            if seconds is not None:
+                found[f"time/{name}_ms"] = 1000 * seconds
+        waited = self.cores.read_core_wait()
+        if waited is not None:
+            found["time/core_wait_pct"] = waited.others_pct
+            found["time/core_wait_own_pct"] = waited.own_pct
+        if copy_s is not None:
+            found["time/h2d_ms"] = 1000 * copy_s  # beside the steps, so that no phase holds it
+        if phase_s:
+            # Below 0 where phases of sampled steps, times all steps, come to more than there was.
+            found["time/unaccounted_pct"] = 100 * (total_s - known_s) / total_s
+        sampled = clock.count_sampled_steps()
+        if sampled is not None:
+            found["time/timed_steps"] = float(sampled)
+        return found
+
+
+def _read_in_use(meter: MemoryMeter) -> int | None:
+    return meter.read_allocator().get("allocated")

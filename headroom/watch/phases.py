@@ -1,0 +1,365 @@
+"""Measure what each phase of a step takes, in time and in memory. A clock never makes the host wait
+for the device: on an asynchronous device it leaves events in the stream, on the steps it samples,
+and reads them at log points, where the host has waited anyway. Memory is read on sampled steps
+only, and counted by owner on some of these. A stopwatch has the seconds of the parts of a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from math import exp, log
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from headroom.base.names import REPLAY
+from headroom.watch.memory_by_owner import MemoryByOwner
+from headroom.watch.memory_meter import MemoryMeter
+
+FAST_QUANTILE = (
+    0.05  # of the steps: what a step takes on a busy machine, where nothing else is in its way
+)
+LEAST_TIMES = 20  # steps: of fewer nobody knows
+GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
+SIDE = 192  # of a square matrix whose product takes some 0.1 ms
+# Seconds between two of them, until there are so many: a fast loop lost 0.2 % of its time to them.
+REFERENCE_EVERY_S, FIRST_REFERENCES, REFERENCE_LATER_S = 0.05, 60, 0.5
+
+
+class PhaseClock(Protocol):
+    """Measures the time between two marks of a step and adds it to the phase that the second
+    one ends."""
+
+    def begin(self, *, sample: bool) -> None:
+        """Start a step. sample: time it, where timing each one would be too expensive."""
+
+    def mark(self, phase: str) -> None:
+        """End `phase` here."""
+
+    def reset(self) -> None:
+        """Forget what was timed so far: the first step holds warm-up and compilation."""
+
+    def collect(self) -> None:
+        """Read the times that are ready, without waiting for any."""
+
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
+        """Return the seconds of each phase, of steps run eagerly or of those replayed from a graph:
+        the mean over all steps, or the median over those sampled; empty where none was timed."""
+
+    def count_sampled_steps(self) -> int | None:
+        """Return how many steps were sampled; None where all are timed."""
+
+    def compute_fast_step_s(self) -> float | None:
+        """Return the seconds of a fast step: one timed step in twenty is faster."""
+
+    def compute_reference_s(self) -> float | None:
+        """Return the seconds of a fixed piece of work that is timed between steps, in the same
+        way: how fast the machine itself was. None where none or too few were timed."""
+
+
+class HostClock:
+    """The clock of a CPU, where work is done when the call returns. It times every step."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = defaultdict(float)
+        self._fast, self._reference = _FastTimes(), _FastTimes()
+        with _disable_current_modes():  # nobody's memory
+            self._matrix, self._product = torch.ones(2, SIDE, SIDE, dtype=torch.float32)
+        self._next_reference, self._references = 0.0, 0
+        self._steps = 0
+        self._first = self._last = 0.0
+        self._begun = False
+
+    def begin(self, *, sample: bool) -> None:
+        self._fast.add(self._last - self._first)  # of the step before
+        now = perf_counter()
+        if now >= self._next_reference:
+            self._references += 1
+            is_early = self._references <= FIRST_REFERENCES
+            self._next_reference = now + (REFERENCE_EVERY_S if is_early else REFERENCE_LATER_S)
+            with _disable_current_modes():
+                began = perf_counter()
+                torch.mm(self._matrix, self._matrix, out=self._product)
+                now = perf_counter()
+            self._reference.add(now - began)
+        self._begun = True
+        self._first = self._last = now
+
+    def mark(self, phase: str) -> None:
+        now = perf_counter()
+        if self._begun:  # a step begun after the last batch never comes to a mark
+            self._steps += 1
+            self._begun = False
+        self._totals[phase] += now - self._last
+        self._last = now
+
+    def reset(self) -> None:
+        self._totals.clear()
+        self._fast, self._reference = _FastTimes(), _FastTimes()
+        self._first = self._last
+        self._steps = 0
+
+    def collect(self) -> None:
+        self._fast.count()
+
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
+        if replayed:
+            return {}
+        return {phase: total / self._steps for phase, total in self._totals.items()}
+
+    def count_sampled_steps(self) -> int | None:
+        return None
+
+    def compute_fast_step_s(self) -> float | None:
+        return self._fast.compute_seconds()
+
+    def compute_reference_s(self) -> float | None:
+        return self._reference.compute_seconds()
+
+
+class _FastTimes:
+    """The 5 % quantile of many times, which are kept as counts by their logarithms."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._new: list[float] = []
+        self.add = self._new.append  # at each step, where counting takes 1 % of a small one
+
+    def count(self) -> None:
+        """Add the collected times to the counts. Times of 0 are of steps that were begun and
+        not taken."""
+        self._counts.update(round(GRAIN * log(seconds)) for seconds in self._new if seconds > 0)
+        self._new.clear()
+
+    def compute_seconds(self) -> float | None:
+        self.count()
+        if self._counts.total() < LEAST_TIMES:
+            return None
+        left = FAST_QUANTILE * self._counts.total()
+        for grain in sorted(self._counts):
+            left -= self._counts[grain]
+            if left <= 0:
+                break
+        return exp(grain / GRAIN)
+
+
+class EventClock:
+    """The clock of CUDA, ROCm, XPU and MPS: it times the device by events in its stream, on
+    sampled steps.
+
+    elapsed_time() of torch.Event is in milliseconds on every backend.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._timed: dict[bool, list[dict[str, float]]] = {False: [], True: []}  # by replayed
+        self._open: list[tuple[str, Any]] = []
+        self._pending: list[list[tuple[str, Any]]] = []
+
+    def begin(self, *, sample: bool) -> None:
+        self._open = [("begin", self._record_event())] if sample else []
+        if sample:
+            self._pending.append(self._open)
+
+    def mark(self, phase: str) -> None:
+        if self._open:
+            self._open.append((phase, self._record_event()))
+
+    def reset(self) -> None:
+        for timed in self._timed.values():
+            timed.clear()
+        self._pending.clear()
+        self._open = []
+
+    def collect(self) -> None:
+        while self._pending and self._pending[0][-1][1].query():
+            marks = self._pending.pop(0)
+            found: dict[str, float] = defaultdict(float)
+            for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
+                found[phase] += start.elapsed_time(end) / 1000
+            if found:
+                self._timed[REPLAY in found].append(found)
+
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
+        timed = self._timed[replayed]
+        phases = dict.fromkeys(phase for step in timed for phase in step)
+        return {p: median(step.get(p, 0.0) for step in timed) for p in phases}
+
+    def count_sampled_steps(self) -> int | None:
+        return sum(map(len, self._timed.values()))
+
+    def compute_fast_step_s(self) -> float | None:
+        timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])
+        return timed[int(FAST_QUANTILE * len(timed))] if len(timed) >= LEAST_TIMES else None
+
+    def compute_reference_s(self) -> float | None:
+        return None
+
+    def _record_event(self) -> Any:
+        event = make_event(self._device, timed=True)
+        event.record()
+        return event
+
+
+def make_event(device: torch.device, *, timed: bool = False) -> Any:
+    """Return an event of the device, to be recorded in its current stream."""
+    if device.type == "mps":
+        return torch.mps.Event(enable_timing=timed)
+    return torch.Event(device=device, enable_timing=timed)
+
+
+def make_phase_clock(device: torch.device) -> PhaseClock:
+    """Return the clock that measures correctly on this device."""
+    return HostClock() if device.type == "cpu" else EventClock(device)
+
+
+class Stopwatch:
+    """Measures the wall seconds of named parts of a run on the host; parts may not nest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._began = perf_counter()
+        self._last = self._began
+
+    def lap(self, part: str) -> float:
+        """Add the time since the last lap to `part`, and return it."""
+        now = perf_counter()
+        lap_s = now - self._last
+        self.seconds[part] += lap_s
+        self._last = now
+        return lap_s
+
+    def compute_total_s(self) -> float:
+        return perf_counter() - self._began
+
+    def state(self) -> dict[str, float]:
+        """Return all seconds so far."""
+        return {**self.seconds, "total": self.compute_total_s()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Add seconds that were counted before."""
+        for part, spent_s in state.items():
+            if part == "total":
+                self._began -= spent_s
+            else:
+                self.seconds[part] += spent_s
+
+
+# On an asynchronous device a timed step keeps the host busy with events and statistics. The first
+# is taken phase by phase, those after it as steps are taken by then: replayed, perhaps.
+TIME_EVERY = 100
+# So many from the second step on are timed by events alone, some 10 us each: a short run has no
+# more steps, and one step says little. More are timed at log points.
+TIME_FIRST = 20
+# A counted step takes about 2 ms longer on a CPU (an mlp of three layers: 2.8 instead of 0.6 ms).
+COUNT_EVERY = 5000
+NOT_COUNTED = nullcontext()
+
+
+class Watched(Enum):
+    """What is measured of a step while it is taken."""
+
+    NOT = "not"
+    TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
+    WHOLE = "whole"  # timed as it is taken
+    COUNTED = "counted"  # storage by storage: the plain step only
+
+
+class Phases:
+    """Marks where a phase ends. Steps are measured at log points, where they are read anyway:
+    some timed, some counted by owner.
+
+    Where the clock times every step there is no need to choose.
+    """
+
+    def __init__(
+        self,
+        clock: PhaseClock,
+        meter: MemoryMeter,
+        accounts: MemoryByOwner,
+        *,
+        count_every: int | None,
+    ) -> None:
+        """count_every: steps between two counted ones, at least; None: one in the run."""
+        self.clock, self.meter, self.accounts = clock, meter, accounts
+        self._count_every = count_every
+        self._counted: int | None = None
+        self._timed: int | None = None
+        self._whole: int | None = None
+        self._first: int | None = None  # of those that are all timed
+        self._once: set[str] = set()
+        self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
+        self.watched = Watched.NOT
+
+    def begin(self, step: int, *, is_log_point: bool) -> None:
+        """Begin step number `step`."""
+        self.watched = Watched.NOT
+        is_due = is_log_point and _is_due(step, self._counted, self._count_every)
+        if is_due and self.may_count():
+            self.watched, self._counted = Watched.COUNTED, step
+        elif is_log_point and _is_due(step, self._timed, None):
+            self.watched, self._timed = Watched.TIMED, step
+        elif is_log_point and _is_due(step, self._whole, TIME_EVERY):
+            self.watched, self._whole = Watched.WHOLE, step
+        if self.watched is not Watched.NOT:
+            self.meter.end_phase("between")
+        self._first = step if self._first is None else self._first
+        if self.watched is not Watched.COUNTED:  # counting takes time of its own
+            is_early = step < self._first + TIME_FIRST
+            self.clock.begin(sample=is_early or self.watched is not Watched.NOT)
+
+    def count_memory(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Count the memory of this step, if it is to be counted."""
+        if self.watched is Watched.COUNTED:
+            return self.accounts.count_memory(batch)
+        return NOT_COUNTED
+
+    def count_memory_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Count the memory of something beside the steps, the first time only, as a phase of
+        its own."""
+        if phase in self._once:
+            return NOT_COUNTED
+        self._once.add(phase)
+        return self._count_phase(phase, batch)
+
+    @contextmanager
+    def _count_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
+        self.meter.end_phase("between")
+        # In inference mode an operation that is made of others would come to the ledger whole, and
+        # below autocast: the loss of a classification would then be computed in bf16.
+        with torch.inference_mode(False), torch.no_grad(), self.accounts.count_memory(batch):
+            yield
+            self.accounts.ledger.end_phase(phase)
+            self.meter.end_phase(phase)
+
+    def restart(self) -> None:
+        """Forget the first step, which holds warm-up and compilation."""
+        self.clock.reset()
+        self._timed = self._whole = self._counted = self._first = None
+
+    def recount(self) -> None:
+        """Count again, steps and what is beside them: from here on they hold something else."""
+        self._counted = None
+        self._once.clear()
+        self.accounts.forget()
+
+    def mark(self, phase: str) -> None:
+        """End `phase` here."""
+        if self.watched is Watched.NOT:  # nearly always, four times a step
+            return self.clock.mark(phase)
+        if self.watched is Watched.COUNTED:
+            self.accounts.ledger.end_phase(phase)
+        else:
+            self.clock.mark(phase)
+        self.meter.end_phase(phase)
+
+
+def _is_due(step: int, last: int | None, every: int | None) -> bool:
+    # The same step again: it was begun after an epoch's last batch, and never came.
+    return last is None or step == last or (every is not None and step - last >= every)

@@ -1,0 +1,97 @@
+"""What a run is called that nobody gave a name, and who may go on with one."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from headroom.base.file_lock import FileLock
+from headroom.run.resume import (
+    NothingKept,
+    is_key_held,
+    lock_for_training,
+    lock_key,
+    lock_resumed_folder,
+    make_default_name,
+    make_timestamp,
+)
+from headroom.settings.read_settings import ConfigError, resolve_config
+from tasks.train_model import train_model
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({}, "mlp-digits"),
+        ({"optim.lr": "0.01", "run.key": "night", "device.name": "cpu"}, "mlp-digits lr=0.01"),
+        ({"data.path": "here/houses.csv", "data.target": "Price"}, "mlp-houses target=Price"),
+        ({"optim.name": "sgd", "train.seed": "7"}, "mlp-digits optim=sgd seed=7"),
+        ({"run.name": "mine", "optim.lr": "0.01"}, "mine"),
+    ],
+)
+def test_a_run_is_called_by_what_was_varied(asked: dict[str, str], name: str) -> None:
+    """Each was called by the time it began at, which told nothing where runs are compared."""
+    assert make_default_name(resolve_config(None, asked)) == name
+
+
+def test_a_long_name_says_how_much_it_leaves_out() -> None:
+    asked = {"optim.lr": "0.01", "optim.weight_decay": "0.5", "train.epochs": "3"}
+    name = make_default_name(
+        resolve_config(None, {**asked, "train.seed": "7", "train.batch_size": "16"})
+    )
+    assert name.startswith("mlp-digits lr=0.01") and name.endswith(" +2") and len(name) <= 52
+
+
+def test_of_two_first_starts_of_a_key_one_has_it(tmp_path: Path) -> None:
+    """Both trained: neither had a folder yet that the other could have seen."""
+    with lock_key(tmp_path, "night"):
+        with lock_key(tmp_path, "another"):
+            assert is_key_held(tmp_path, "night") and not is_key_held(tmp_path, "none of them")
+        told = f"^run.key: night is being trained by process {os.getpid()}; wait for it"
+        with pytest.raises(ConfigError, match=told):
+            lock_key(tmp_path, "night")
+    assert not [*(tmp_path / "keys").iterdir()], "its file goes with it"
+    lock_key(tmp_path, "night").__exit__()
+
+
+def test_a_key_is_not_had_by_a_file_that_its_last_holder_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two could have it: one by the old file, one by the new one of the same name."""
+    real, opened = FileLock.take, []
+
+    def take(lock: FileLock, text: str = "") -> bool:
+        if not opened:  # between its opening and its locking
+            opened.append(lock)
+            lock.path.unlink()
+        return real(lock, text)
+
+    monkeypatch.setattr(FileLock, "take", take)
+    with lock_key(tmp_path, "night") as key:
+        assert key.lock is not opened[0] and is_key_held(tmp_path, "night")
+
+
+def test_what_was_swept_before_its_lock_was_had_is_not_gone_on_with(tmp_path: Path) -> None:
+    """It trained from step 0 in the same run, and told each point twice."""
+    with pytest.raises(NothingKept, match="its checkpoints were removed; train without --resume$"):
+        lock_resumed_folder(tmp_path / "gone")
+    with pytest.raises(NothingKept, match="its checkpoints were removed"):
+        lock_resumed_folder(tmp_path)
+    taken_again = lock_for_training(tmp_path)  # it was given back
+    taken_again.close()
+    with pytest.raises(ConfigError, match="^--resume .*: its checkpoints were removed"):
+        train_model.fn(None, None, tmp_path, None, resumes=True)
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "Pacific/Midway"])
+def test_folders_are_named_by_utc(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a container in UTC beside a desk elsewhere, the newest run was not the last by name."""
+    with monkeypatch.context() as patch:
+        patch.setitem(os.environ, "TZ", zone)
+        time.tzset()
+        assert make_timestamp() == datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    time.tzset()

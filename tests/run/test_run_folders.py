@@ -1,0 +1,56 @@
+"""Which of the runs on disk is the newest."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headroom.run.known_runs import START, RunStart, choose_made_at, list_run_folders
+from headroom.run.resume import find_unfinished_folder
+from headroom.tracking.mlflow_store import remove_old_journals
+
+
+def _run(runs: Path, name: str, start: RunStart) -> Path:
+    folder = runs / name
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000000000007.json").touch()
+    start.write(folder)
+    return folder
+
+
+def test_the_newest_run_is_the_one_that_was_made_last_whatever_the_clock_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the end of summer time, and from a container in UTC, a key ignored its checkpoint."""
+    start = RunStart("a", "1", "mine", key="night", made_at=1e9)
+    old = _run(tmp_path, "20261025-023000-a", start)
+    new = _run(tmp_path, "20261025-020000-b", replace(start, run_id="b", made_at=1e9 + 1800))
+    assert (
+        list_run_folders(tmp_path) == [new, old]
+        and find_unfinished_folder(tmp_path, "night") == new
+    )
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 3600)  # it was set back
+    last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=choose_made_at(tmp_path)))
+    assert list_run_folders(tmp_path) == [last, new, old]
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    assert choose_made_at(tmp_path) == 2e9
+
+
+def test_damaged_runs_come_after_the_others(tmp_path: Path) -> None:
+    old = _run(tmp_path, "9-old", RunStart("a", "1", "mine", made_at=1e9))
+    new = _run(tmp_path, "1-new", RunStart("b", "1", "mine", made_at=1.5e9))
+    for name, text in (("a", "{"), ("b", '{"made_at": []}'), ("c", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / START).write_text(text)
+    assert list_run_folders(tmp_path)[:2] == [new, old] and len(list_run_folders(tmp_path)) == 5
+
+
+def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) -> None:
+    """By their names, those of another time zone went first."""
+    for name, made_at in (("9-first", 1.0), ("1-last", 3.0), ("5-second", 2.0)):
+        folder = _run(tmp_path, name, RunStart("a", "1", "mine", made_at=made_at))
+        (folder / "sent.json").write_text('{"closed": true}')
+        (folder / "run.json").write_text('{"status": "FINISHED"}')
+    remove_old_journals(tmp_path, keep=1)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["1-last"]

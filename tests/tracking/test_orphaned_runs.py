@@ -1,0 +1,231 @@
+"""Runs that were left behind by a process or by a store that failed, on a real SQLite MLflow."""
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from headroom.models import builtin, predictor
+from headroom.tracking import orphaned_runs, run_sender
+from headroom.tracking.journal import Journal, make_line
+from headroom.tracking.mlflow_store import open_experiment
+from headroom.tracking.tracking_settings import TrackingSettings
+from tests.tracking.test_model_sender import SPECS
+
+END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
+# A training whose store takes its end, and neither its metrics nor anything after them.
+UNLUCKY = """
+import json, sqlite3, sys
+from pathlib import Path
+from headroom.tracking.journal import Journal
+from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+where = TrackingSettings.model_validate_json(sys.argv[1])
+with Journal(where, Path(where.runs) / "unlucky") as journal:
+    journal.open(None)
+    journal.create(name="unlucky", params={}, tags=json.loads(sys.argv[2]))
+    with sqlite3.connect(where.database) as broken:
+        broken.execute("ALTER TABLE metrics RENAME TO gone")
+    journal.log({"train/loss": 0.5}, 1)
+    try:
+        journal.close(json.loads(sys.argv[3]))
+    except TrackingError:
+        print(journal.run_id)
+"""
+
+
+@pytest.fixture
+def where(where: TrackingSettings) -> TrackingSettings:
+    return where.model_copy(update={"give_up_s": 0.1, "send_later_s": 0})
+
+
+def _left(where: TrackingSettings, host: str) -> tuple[MlflowClient, str, Path]:
+    """A run that MLflow calls FINISHED and knows nothing else of; the store works again."""
+    tags = {"host": host, "pid": "4194304", "process.started_at": "1.0"}
+    command = [sys.executable, "-c", UNLUCKY, where.model_dump_json()]
+    command += [json.dumps(tags), json.dumps(END)]
+    warm = {**os.environ, "TESTS_WARM_KIND": "mlflow"}
+    done = subprocess.run(command, env=warm, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folder = Path(where.runs) / "unlucky"
+    # Its sending process tries once more when the training has gone, and then lets the lock go.
+    with open(folder / run_sender.SENDING_LOCK) as lock:
+        flock(lock, LOCK_EX)
+    with closing(sqlite3.connect(str(where.database))) as mended, mended:
+        mended.execute("ALTER TABLE gone RENAME TO metrics")
+    client, run_id = MlflowClient(where.tracking_uri), done.stdout.strip()
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {})
+    return client, run_id, folder
+
+
+def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingSettings) -> None:
+    client, run_id, folder = _left(where, socket.gethostname())
+    with Journal(where, Path(where.runs) / "next") as journal:
+        journal.open(None)
+        journal.create(name="next", params={}, tags={})
+        journal.close(END)
+    until = time.monotonic() + 60
+    while not json.loads((folder / "sent.json").read_text())["closed"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
+    assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
+    assert run_sender.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
+
+
+def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
+    client, run_id, _ = _left(where, "elsewhere")
+    orphaned_runs.send_unsent_runs(client, where)
+    assert client.get_run(run_id).data.metrics == {}
+
+
+def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
+    client, run_id, folder = _left(where, socket.gethostname())
+    command = [sys.executable, "-m", "headroom.tracking.mlflow_sender", str(folder)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
+    with open(folder / run_sender.SENDING_LOCK) as lock:
+        flock(lock, LOCK_EX)
+        orphaned_runs.send_unsent_runs(client, where)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "not sent: another process is sending it" in done.stderr
+        assert client.get_run(run_id).data.metrics == {}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert client.get_run(run_id).data.metrics["train/loss"] == 0.5
+
+
+def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings) -> None:
+    """On a full disk run.json is empty, and only MLflow knows."""
+    client, run_id, folder = _left(where, socket.gethostname())
+    client.set_terminated(run_id, "FAILED")
+    (folder / "run.json").write_text("")
+    orphaned_runs.send_unsent_runs(client, where)
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
+
+
+def test_a_model_is_logged_once_however_often_the_rest_is_sent(
+    where: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, experiment_id = open_experiment(where)
+    folder = tmp_path / "runs" / "one"
+    spec = {**SPECS["rows"], "feature_names": None}
+    shape = {"input_shape": spec["input_shape"], "outputs": spec["outputs"]}
+    predictor.save(
+        builtin.build_model(spec["model"], **shape, args=spec["args"]), spec, folder / "model"
+    )
+    np.save(folder / "model" / "example.npy", np.zeros((2, 2), np.float32))
+    sender = run_sender.create_run(
+        client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
+    )
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "log_model_artifacts", full)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space"):
+                sender.close(END)
+    sender.close(END)
+    with monkeypatch.context() as patch:  # all is there by now, its model too
+        patch.setattr(client, "log_model_artifacts", full)
+        sender.close(END)
+    logged = client.search_logged_models([experiment_id])
+    assert [(m.source_run_id, str(m.status)) for m in logged] == [(sender.state.run_id, "READY")]
+    outputs = client.get_run(sender.state.run_id).outputs.model_outputs
+    assert [output.model_id for output in outputs] == [logged[0].model_id]
+
+
+def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: TrackingSettings) -> None:
+    client, _ = open_experiment(where)
+    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"run_id": "0", "experiment_id": "1"}')):
+        folder = Path(where.runs) / name
+        folder.mkdir(parents=True)
+        (folder / "sent.json").write_text(text)
+    orphaned_runs.send_unsent_runs(client, where)
+    with pytest.raises(MlflowException):
+        client.get_run("0")
+
+
+def _sent_json(folder: Path, **more: Any) -> None:
+    said = json.loads((folder / "sent.json").read_text())
+    (folder / "sent.json").write_text(json.dumps({**said, **more}))
+
+
+def _cut(folder: Path) -> None:
+    (folder / "sent.json").write_text((folder / "sent.json").read_text()[:-20])
+
+
+def _odd_line(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"metrics", b"metrisc")
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+
+
+def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
+    where: TrackingSettings,
+) -> None:
+    """A flipped bit in a dead run's journal stopped the sending of the healthy ones."""
+    client, experiment_id = open_experiment(where)
+    dead = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 5)]
+
+    def died(name: str) -> tuple[str, Path]:
+        """Half of it was sent."""
+        folder = Path(where.runs) / name
+        folder.mkdir(parents=True)
+        ids = {"experiment_id": experiment_id, "folder": folder}
+        sender = run_sender.create_run(client, where, **ids, name=name, params={}, tags=dead)
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+        sender.flush()
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+        return sender.state.run_id, folder
+
+    other, _ = died("other")
+    damages: dict[str, Callable[[Path], None]] = {
+        "a line": _odd_line,
+        "half a line": lambda f: os.truncate(f / "metrics.jsonl", len(b"".join(lines)) - 9),
+        "sent.json": _cut,
+        "beyond the file": lambda f: _sent_json(f, offset=10**9),
+        "into a line": lambda f: _sent_json(f, offset=len(lines[0]) + 9),
+        "further than what MLflow has": lambda f: _sent_json(f, offset=len(b"".join(lines))),
+        "closed": lambda f: _sent_json(f, closed=True),
+        "of another run": lambda f: _sent_json(f, run_id=other, offset=len(b"".join(lines))),
+    }
+    ids = {}
+    for name, damage in damages.items():
+        ids[name], folder = died(name)
+        damage(folder)
+    with Journal(where, Path(where.runs) / "healthy") as journal:
+        journal.open(None)
+        journal.create(name="healthy", params={}, tags={})
+        journal.log({"train/loss": 0.5}, 1)
+        until = time.monotonic() + 240
+        while any(client.get_run(i).info.status == "RUNNING" for i in [other, *ids.values()]):
+            assert time.monotonic() < until, (Path(where.runs) / "tracking.log").read_text()
+            time.sleep(0.1)
+        journal.close(END)
+    healthy = client.get_run(journal.run_id)
+    assert (healthy.info.status, healthy.data.metrics["train/loss"]) == ("FINISHED", 0.5)
+    lost = {"a line": {3}, "half a line": {4}}
+    for name, run_id in {"other": other, **ids}.items():
+        steps = {m.step for m in client.get_metric_history(run_id, "train/loss")}
+        assert steps == {1, 2, 3, 4} - lost.get(name, set()), name
+        told = client.get_run(run_id).data.tags.get("journal.damaged_lines")
+        assert told == ("1" if name in lost else None), name
