@@ -26,18 +26,19 @@ WORKDIR /headroom
 COPY pyproject.toml constraints.txt ./
 # For compose.yaml: [team], which is what its servers need.
 ARG EXTRA=
-RUN mkdir flows tasks \
-    && touch flows/__init__.py tasks/__init__.py README.md LICENSE \
+RUN mkdir headroom flows tasks \
+    && touch headroom/__init__.py README.md LICENSE \
     && pip install --no-cache-dir --constraint constraints.txt torch --editable ".${EXTRA}"
 
 COPY README.md LICENSE prefect-team.yaml ./
+COPY headroom headroom
 COPY flows flows
 COPY tasks tasks
-RUN python -m compileall -q flows tasks \
+RUN python -m compileall -q headroom flows tasks \
     && python -m headroom.services.first_use \
     && chmod -R a+rwX /home/headroom
 
-# No mlflow.yaml beside `tasks`: mlflow.db and mlartifacts then lie in the folder of the run.
+# No mlflow.yaml beside `headroom`: mlflow.db and mlartifacts then lie in the folder of the run.
 WORKDIR /runs
 VOLUME /runs
 # A number, by which Kubernetes sees that it is not root's.

@@ -17,7 +17,7 @@ from headroom.ranks.ranks import read_ranks_from_environment
 from headroom.settings.run_config import DeviceConfig, LaunchConfig
 from headroom.watch.leaks import take_baseline
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"headroom.{__name__}")
 
 
 @run_task

@@ -12,7 +12,7 @@ from headroom.base.facts import DeviceFacts, Owner, ReleaseFacts
 from headroom.process.run_task import run_task
 from headroom.watch.leaks import LeakError, describe_leak, release_device_memory
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(f"headroom.{__name__}")
 
 
 @run_task

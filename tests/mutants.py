@@ -32,24 +32,30 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
-    "headroom/data/targets.py": ["files/test_split.py"],
+    "headroom/data/targets.py": ["data/test_split.py"],
     "headroom/data/row_parts.py": ["data/test_row_parts.py"],
     "headroom/base/scores.py": ["data/test_figures.py"],
-    "headroom/data/encoding.py": ["files/test_encoding.py"],
-    "headroom/training/optim.py": ["step/test_optim.py"],
-    "headroom/training/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
-    "headroom/training/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
-    "headroom/training/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
+    "headroom/data/encoding.py": ["data/test_encoding.py"],
+    "headroom/training/optim.py": ["training/test_optim.py"],
+    "headroom/training/evaluation.py": ["training/test_evaluation.py", "training/test_loop.py"],
+    "headroom/training/micro_batches.py": [
+        "training/test_micro_batches.py",
+        "training/test_loop.py",
+    ],
+    "headroom/training/optimizer_step.py": [
+        "training/test_loop.py",
+        "training/test_micro_batches.py",
+    ],
     "headroom/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
     "headroom/training/admission.py": ["training/test_admission.py"],
     "headroom/training/forecast.py": ["training/test_forecast.py"],
-    "headroom/watch/leaks.py": ["memory/test_leaks.py"],
+    "headroom/watch/leaks.py": ["watch/test_leaks.py"],
 }
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.txt"
 LEAST_KILLED = 0.9
 ELSEWHERE_S = 0.5  # a test of more seconds in processes of its own, which do not see the change
 MOST_BYTES = 16 << 30  # of addresses, for a mutant that asks for all of the memory
-OURS = ("tasks", "flows", "tests", "benchmarks", "__m")
+OURS = ("headroom", "tasks", "flows", "tests", "benchmarks", "__m")
 # They read their homes when they are imported, and tests/conftest.py gives them others.
 NOT_AHEAD = (*OURS, "prefect", "mlflow")
 TURNS = [
@@ -189,7 +195,7 @@ def _tested(
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.meta_path.insert(0, _Mutated(file, source))
     seen = _Seen(first, without)
-    tests = [f"tests/engine/{name}" for name in SUBJECTS[file]]
+    tests = [f"tests/{name}" for name in SUBJECTS[file]]
     # Plugins are here already: that is what a fork is for.
     options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     code = pytest.main([*options, *tests], plugins=[seen])

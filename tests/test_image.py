@@ -59,7 +59,7 @@ def test_new_sources_bring_no_library_anew(tmp_path: Path) -> None:
         if i < INSTALLS:
             shutil.copy(ROOT / name, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"pyproject.toml", "constraints.txt"}
-    assert {"flows", "tasks"} == {name for _, name in COPIED if (ROOT / name).is_dir()}
+    assert {"headroom", "flows", "tasks"} == {name for _, name in COPIED if (ROOT / name).is_dir()}
     instead = f"{shlex.quote(sys.executable)} -m pip install --dry-run --no-deps --no-index"
     command = LAYERS[INSTALLS][1].replace("pip install", f"{instead} --no-build-isolation")
     env = {**os.environ, "EXTRA": OURS["mlflow"]["build"]["args"]["EXTRA"]}

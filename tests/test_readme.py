@@ -100,7 +100,7 @@ class Clone(NamedTuple):
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     """A clone that is set up, with the files that the pages speak of."""
     project = tmp_path_factory.mktemp("clone")
-    for name in ("flows", "tasks"):
+    for name in ("headroom", "flows", "tasks"):
         # What another worker is compiling comes and goes.
         compiled = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, project / name, ignore=compiled)

@@ -96,7 +96,7 @@ def set_up_call() -> Iterator[None]:
                 if isinstance(handler, PrefectConsoleHandler):
                     stack.callback(handler.setLevel, handler.level)
                     handler.setLevel(logging.CRITICAL)
-        stack.callback(logging.getLogger("tasks").removeHandler, _log_to_stderr())
+        stack.callback(logging.getLogger("headroom").removeHandler, _log_to_stderr())
         journal.warm_up(read_tracking_settings())
         yield
 
@@ -254,8 +254,8 @@ def _log_to_stderr() -> logging.Handler:
     """Send the lines of the tasks to stderr; return the handler that does it."""
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(message)s"))
-    logging.getLogger("tasks").addHandler(console)
-    logging.getLogger("tasks").setLevel(logging.INFO)
+    logging.getLogger("headroom").addHandler(console)
+    logging.getLogger("headroom").setLevel(logging.INFO)
     return console
 
 
@@ -326,7 +326,7 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     """Set what Prefect reads when it is imported."""
     if api_url is not None:
         os.environ["PREFECT_API_URL"] = api_url
-    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks")
+    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "headroom")
     for name, value in local_prefect.TRIES_AGAIN.items():
         os.environ.setdefault(name, value)
     if not debug:

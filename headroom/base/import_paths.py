@@ -31,7 +31,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_
 T = TypeVar("T")
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
-OWN = ("flows", "tasks")  # this project's
+OWN = ("headroom", "flows", "tasks")  # this project's
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 PACKAGES = ("site-packages", "dist-packages")
 _STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
@@ -212,7 +212,7 @@ def is_requested_exit(error: BaseException) -> bool:
     elif not isinstance(error, SystemExit):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parent.parent.parent.parent) + os.sep
+    here = str(Path(__file__).parent.parent.parent) + os.sep
     inner = frames[-1].filename if frames else ""
     return inner.startswith(tuple(here + name + os.sep for name in OWN))
 

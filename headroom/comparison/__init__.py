@@ -1,5 +1,3 @@
 """Several runs side by side: those that are to be trained, a grid of them or what a search draws,
 their processes, what their runs have measured, and what differs, in numbers, words and pictures.
-
-Front doors: comparison, grid, page, run_groups, search_space.
 """

@@ -100,7 +100,11 @@ def describe_inputs(cells: Sequence[Cell], data: Mapping[str, str]) -> Inputs:
     settings = {name: str(value) for name, value in collect_params(base).items()}
     settings["--vary"] = _hash(json.dumps([cell.settings for cell in cells]).encode())
     home = Path(__file__).parent.parent.parent
-    parts = [file for part in ("flows", "tasks") for file in sorted((home / part).rglob("*.py"))]
+    parts = [
+        file
+        for part in ("headroom", "flows", "tasks")
+        for file in sorted((home / part).rglob("*.py"))
+    ]
     code = {"Headroom": _hash(*(file.read_bytes() for file in parts))}
     for path in {path for cell in cells for path in find_import_paths(cell.config).values()}:
         spec = find_module_spec(path.partition(":")[0])

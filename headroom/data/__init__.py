@@ -1,6 +1,4 @@
-"""Sources that are files of arrays, tables, images or tokens, and the cache of prepared arrays. It
-refuses every file that is not what it claims, by row and column.
-
-Front doors: array_sources, arrays, columns, image_folders, images, prepared_cache, readers,
-source_data, table_store, tables, tokens.
+"""From a source (files of tables, arrays, images or tokens, or code of a user's own) to a prepared
+data set, and from that to batches where the compute is. It refuses every file that is not what it
+claims, by row and column, and what holds no rows to learn from or to validate on.
 """

@@ -1,5 +1,3 @@
 """Which device a run gets and why not a better one; its precision, its limit and its readings. It
 refuses a device that was asked for and cannot compute.
-
-Front doors: checks, detection, leases, memory_limit, nvml, telemetry.
 """

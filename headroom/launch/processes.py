@@ -41,7 +41,7 @@ from headroom.watch.step_metrics import Log
 ASK_EVERY_S = 0.1
 END_S = 10.0  # for the others, when one has come to the end
 LINES = 5  # of what a process printed that ended without an error of its own
-_PROJECT = Path(__file__).parents[3]
+_PROJECT = Path(__file__).parents[2]
 _PYTORCH = os.path.dirname(torch.__file__)
 log = logging.getLogger(__name__)
 

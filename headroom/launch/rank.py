@@ -214,8 +214,8 @@ def main(folder: Path) -> None:
         try:
             job, first = pickle.loads((folder / JOB).read_bytes())
             events = _Events(folder, ranks)
-            logging.getLogger("tasks").addHandler(events)
-            logging.getLogger("tasks").setLevel(logging.INFO)
+            logging.getLogger("headroom").addHandler(events)
+            logging.getLogger("headroom").setLevel(logging.INFO)
             device = find_rank_device(ranks, first, job.config.device)
             facts = train_together(
                 job,

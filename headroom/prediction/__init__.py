@@ -1,4 +1,1 @@
-"""Rows in, predictions out. It refuses what the model could not take by the head of a file.
-
-Front doors: prediction, request.
-"""
+"""Rows in, predictions out. It refuses what the model could not take by the head of a file."""

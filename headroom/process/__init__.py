@@ -1,5 +1,3 @@
 """A process and its surroundings: how it starts and ends, its signals, its children, Prefect's
 server and tasks, and secrets that none of these may show. Of a run it knows what its folder says.
-
-Front doors: children, command, first_signals, prefect_http, redaction, run_task, signals.
 """

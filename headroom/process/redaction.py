@@ -93,7 +93,7 @@ _make_plain_record = logging.getLogRecordFactory()
 
 def _make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     record = _make_plain_record(*args, **kwargs)
-    if record.name.startswith(("tasks", "flows", "prefect")):
+    if record.name.startswith(("headroom", "tasks", "flows", "prefect")):
         with suppress(TypeError, ValueError):  # words that do not fit: logging tells that itself
             record.msg, record.args = redact(record.getMessage()), ()
     return record

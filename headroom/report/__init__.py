@@ -1,5 +1,3 @@
 """A finished run, told from a plain dict: for a terminal, as Markdown, as a page, as pictures. It
 invents nothing: what was not measured is not said.
-
-Front doors: html_page, memory_timeline, plots, report_sections, run_report.
 """

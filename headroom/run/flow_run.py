@@ -384,7 +384,7 @@ def _prepare_flow_run() -> dict[str, str]:
 
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
-    logging.getLogger("tasks").setLevel(logging.INFO)
+    logging.getLogger("headroom").setLevel(logging.INFO)
     redact_logs()
     move_process_tag()
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints

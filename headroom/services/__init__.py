@@ -1,5 +1,3 @@
 """Servers on this machine: Prefect's of a single run, and the service of a night. It ends only what
 it started.
-
-Front doors: local_prefect, parts, serve.
 """

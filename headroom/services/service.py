@@ -295,7 +295,7 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
         **local_prefect.TRIES_AGAIN,
         **MAX_TRIES,
         "PREFECT_HOME": str(local_prefect.find_prefect_home().absolute()),
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "headroom",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": leases,
         "MLFLOW_TRACKING_URI": plan.tracking_uri,

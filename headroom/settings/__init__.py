@@ -1,5 +1,3 @@
 """What a run is asked to do: its sections, its file, its flags, and a sentence for whatever is
 wrong there. It refuses unknown names and bad values all at once.
-
-Front doors: file_formats, model_args, read_settings, run_config, table.
 """

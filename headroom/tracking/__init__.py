@@ -1,6 +1,3 @@
 """All that knows MLflow: the journal of a run, the process that sends it, stores and logged
 models. Only that process imports mlflow, and one that compares runs; never one that trains.
-
-Front doors: ask_mlflow, journal, mlflow_pages, mlflow_store, query_runs,
-tracking_settings.
 """

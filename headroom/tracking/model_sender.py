@@ -37,20 +37,17 @@ if TYPE_CHECKING:
 # All that predictor.py imports: nothing else of this project is there where the model is loaded.
 CODE = (
     "__init__.py",
-    "engine/__init__.py",
-    "engine/base/__init__.py",
-    "engine/base/import_paths.py",
-    "engine/base/secret_names.py",
-    "engine/models/__init__.py",
-    "engine/models/builtin.py",
-    "engine/models/checksums.py",
-    "engine/models/user_model.py",
-    "engine/models/user_model.py",
-    "engine/models/predictor.py",
-    "engine/base/raw_inputs.py",
-    "engine/base/raw_inputs.py",
-    "engine/settings/__init__.py",
-    "engine/settings/model_args.py",
+    "base/__init__.py",
+    "base/import_paths.py",
+    "base/secret_names.py",
+    "models/__init__.py",
+    "models/builtin.py",
+    "models/checksums.py",
+    "models/user_model.py",
+    "models/predictor.py",
+    "base/raw_inputs.py",
+    "settings/__init__.py",
+    "settings/model_args.py",
 )
 PASSED_TAG = "gate.passed"  # a tag of a version
 REQUIREMENTS = ("torch", "numpy", "pandas")
@@ -148,8 +145,8 @@ def _write_model_folder(path: Path, trained: Path, spec: dict[str, Any], *, run_
     of the environment to compare it with three requirements: 1 s at the end of each run.
     """
     for name in CODE:
-        (path / "code" / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(Path(__file__).parent.parent / name, path / "code" / "tasks" / name)
+        (path / "code" / "headroom" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(__file__).parent.parent / name, path / "code" / "headroom" / name)
     shutil.copytree(trained, path / "data")
     model = Model(run_id=run_id, signature=make_signature(spec))
     mlflow.pyfunc.add_to_model(

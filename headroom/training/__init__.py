@@ -1,6 +1,5 @@
-"""One optimizer step: forward, loss, backward, update, in micro-batches, compiled or replayed,
-and its evaluation. It refuses a model that could not be trained or logged.
-
-Front doors: averaging, build, choose_step, cuda_graph, evaluation, losses, micro_batches, optim,
-optimizer_step, own_model, plan.
+"""One training from a plan to facts: the step in micro-batches, compiled or replayed, the loop
+around it, its evaluation, its checkpoints, and the forecast of its memory. It refuses a model that
+could not be trained or logged, and to go on from a file that is not, byte for byte, what was
+written.
 """

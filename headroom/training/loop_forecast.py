@@ -164,15 +164,18 @@ def make_step_of(
     model: nn.Module, optimizer: Optimizer, given: Any, autocast: torch.dtype | None
 ) -> LoopStep:
     """Return the step of a loop in use: of this model and optimizer, on what it was given."""
-    kind = type(optimizer)
-    known = inspect.signature(kind).parameters
-    asked = {k: v for k, v in optimizer.defaults.items() if k in known and v is not None}
     return LoopStep(
         partial(_copy_without_memory, model),
         given,
-        make_optimizer_of(kind, asked),
+        make_optimizer_of(type(optimizer), _read_options(optimizer)),
         autocast=autocast,
     )
+
+
+def _read_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options that an optimizer was made with, as its class takes them."""
+    known = inspect.signature(type(optimizer)).parameters
+    return {k: v for k, v in optimizer.defaults.items() if k in known and v is not None}
 
 
 def _copy_without_memory(model: nn.Module) -> nn.Module:
@@ -313,6 +316,62 @@ def parse_gpu_sizes(text: str) -> dict[str, float]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def forecast_model(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    optimizer: str | type[Optimizer] | Optimizer = "adamw",
+    loss: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    on: str | Sequence[str] = USUAL_GPUS,
+) -> LoopForecast:
+    """Return the memory that a training step takes on GPUs that need not be here.
+
+    model: a module, which is not changed, or a function that makes one. batch: what its forward
+    takes: a tensor, a tuple of arguments or a dict of them by name; only shapes and types are
+    looked at. optimizer: a name or class of torch.optim, or one in use, of which class and options
+    count. loss: of what the forward returns; None: its `loss`, or one that is assumed and named.
+    autocast: the type that torch.autocast is given. on: GPUs such as "l4", or sizes such as
+    "24GiB". Raises ConfigError for a name that is not known, UnforeseeableMemory for a step that
+    cannot be followed without its values.
+    """
+    if isinstance(optimizer, str):
+        optimizer = find_optimizer(optimizer)
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    options: dict[str, Any] = {}
+    if isinstance(optimizer, Optimizer):
+        options = _read_options(optimizer)
+    if isinstance(batch, Mapping):
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
+    else:
+        arguments = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+    step = LoopStep(
+        partial(_copy_without_memory, model) if isinstance(model, nn.Module) else model,
+        nested.map_tensors(arguments, partial(torch.empty_like, device="meta")),
+        make_optimizer_of(kind, options),
+        compute_loss=loss,
+        autocast=autocast,
+    )
+    return forecast_loop(step, parse_gpu_sizes(on if isinstance(on, str) else ",".join(on)))
+
+
+def fits(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    on: str,
+    optimizer: str | type[Optimizer] | Optimizer = "adamw",
+    loss: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> bool:
+    """True if a training step fits the memory of a GPU such as "l4", or of a size such as "24GiB",
+    that need not be here. See forecast_model for the arguments and errors."""
+    forecast = forecast_model(
+        model, batch, optimizer=optimizer, loss=loss, autocast=autocast, on=on
+    )
+    return all(forecast.needed_mib <= room for room in forecast.rooms_mib.values())
 
 
 _BATCH = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")

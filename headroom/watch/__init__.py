@@ -1,8 +1,5 @@
-"""Memory, measured and explained: what the allocator tells and what the host has left, whose the
-bytes are, operation by operation, when memory ran out, and the proof that all was given back. It
-calls an allocator by its public functions where there are any, and leaves out what a device does
-not tell.
-
-Front doors: allocation_log, allocators, holders, host_memory, kernel_memory, leaks,
-memory_by_owner, memory_meter, out_of_memory, pinned_memory, simulated_allocator, snapshot.
+"""What a loop of optimizer steps takes: time phase by phase, memory owner by owner, how fast it is;
+out of memory and a failed step in words; and the proof that all was given back. It never changes
+what is computed, waits for the device at log points only, and leaves out what a device does not
+tell.
 """

@@ -39,7 +39,7 @@ from headroom.watch.tensor_names import (
 )
 
 TORCH = Path(torch.__file__).parent
-OURS = tuple(Path(__file__).parents[3] / room for room in ("tasks", "flows"))
+OURS = tuple(Path(__file__).parents[2] / name for name in ("headroom", "tasks", "flows"))
 STANDARD = Path(sysconfig.get_paths()["stdlib"])
 LONGEST_LINE = 100  # characters of a source line that are shown
 

@@ -19,7 +19,7 @@ from headroom.base.import_paths import (
 from headroom.settings.read_settings import ConfigError, check_imports
 from headroom.settings.run_config import RunConfig
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 Own = Callable[[str, str], None]
 
 

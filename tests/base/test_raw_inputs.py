@@ -29,7 +29,7 @@ HOLES = "age,note,city,size,y\n" + "".join(
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _prepared(tmp_path: Path, missing: str):

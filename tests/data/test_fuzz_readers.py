@@ -18,7 +18,7 @@ from headroom.data.source_data import DataError
 from headroom.data.sources import SOURCES
 from headroom.settings.run_config import DataConfig
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 COUNTS = {
     "csv": 900,
     "tsv": 500,

@@ -28,7 +28,7 @@ RED, WHITE = (200, 10, 30), (255, 255, 255)
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _noise(width: int, height: int, seed: int = 0) -> Image.Image:

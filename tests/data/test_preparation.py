@@ -28,7 +28,7 @@ SYNTHETIC = DataConfig(source="synthetic", rows=60, features=3, classes=3)
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _raw(target, features=None, **more) -> RawData:
@@ -254,7 +254,7 @@ def test_digits_are_prepared_once_and_the_second_run_reuses_them(tmp_path, caplo
         tuple("0123456789"),
     )
     assert not first.reused and Path(first.folder).parent == tmp_path / "cache"
-    with caplog.at_level("INFO", logger="tasks"):
+    with caplog.at_level("INFO", logger="headroom"):
         assert preparation.prepare_dataset(config) == replace(first, reused=True)
     assert caplog.messages[-1].endswith(f"fingerprint {first.fingerprint}, prepared earlier")
     arrays = preparation.load_arrays(first)

@@ -37,7 +37,7 @@ PEOPLE = "age,city,id,y\n" + "".join(
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _config(tmp_path: Path, text: str, source: str = "csv", **more) -> DataConfig:

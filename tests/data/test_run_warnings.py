@@ -28,7 +28,7 @@ CLASSES = np.arange(200) % 5 // 2  # 40 %, 40 % and 20 %
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _npz(tmp_path: Path, x: np.ndarray, y: np.ndarray, **more) -> DataConfig:

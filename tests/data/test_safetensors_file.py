@@ -23,7 +23,7 @@ Y = np.arange(20) % 2
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _config(folder: Path, content: bytes, **more: Any) -> DataConfig:

@@ -32,7 +32,7 @@ Y = np.arange(20) % 2
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _config(tmp_path: Path, source: str, content: bytes | str, **more) -> DataConfig:

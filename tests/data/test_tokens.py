@@ -37,7 +37,7 @@ COUNT = np.arange(100, dtype=np.uint16)
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def _npy(array) -> bytes:

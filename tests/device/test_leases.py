@@ -14,7 +14,7 @@ import pytest
 from headroom.device import leases
 from headroom.device.leases import DevicesBusyError, Leases
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 HOLDS = """
 import sys, time
 from pathlib import Path

@@ -287,8 +287,8 @@ def test_neither_the_import_nor_a_run_draws_random_numbers() -> None:
 
 
 def test_no_thread_of_ours_is_alive_when_a_run_has_ended() -> None:
-    before, handlers = {*threading.enumerate()}, list(logging.getLogger("tasks").handlers)
+    before, handlers = {*threading.enumerate()}, list(logging.getLogger("headroom").handlers)
     with account(quiet=True):
         pass
     assert {*threading.enumerate()} <= before
-    assert logging.getLogger("tasks").handlers == handlers
+    assert logging.getLogger("headroom").handlers == handlers

@@ -147,7 +147,7 @@ def free_ports() -> tuple[int, int]:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service of a clone in another place, with a Prefect home of its own."""
     project = tmp_path_factory.mktemp("clone")
-    for name in ("flows", "tasks"):
+    for name in ("headroom", "flows", "tasks"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("prefect.yaml", "mlflow.yaml", "pyproject.toml"):
         shutil.copy(ROOT / name, project)

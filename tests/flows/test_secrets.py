@@ -62,7 +62,7 @@ KNOWN = json.load(open("known.json"))
 def tell(what):
     print(what, SAYS)
     print(what, SAYS, file=sys.stderr)
-    logging.getLogger("tasks.theirs").warning("%s %s", what, SAYS)
+    logging.getLogger("headroom.theirs").warning("%s %s", what, SAYS)
 
 def rows(password, store, dsn, pin_secret, sort_key, fails=False):
     given = {"password": password, "store": store, "dsn": dsn, "pin_secret": pin_secret}

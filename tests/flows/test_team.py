@@ -34,7 +34,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     project = tmp_path_factory.mktemp("project")
-    for name in ("flows", "tasks"):
+    for name in ("headroom", "flows", "tasks"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, project / name, ignore=ignored)
     for name in ("prefect-team.yaml", "mlflow.yaml", "pyproject.toml"):

@@ -328,7 +328,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
         "from tests.launch.test_processes import _train;"
         f"_train(Path({str(tmp_path)!r}), epochs=5000)"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), "."])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), "."])}
     env["TESTS_MARK"] = str(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env)
     try:

@@ -15,7 +15,7 @@ import pytest
 from headroom.prediction.output_files import OutputError, open_output
 from headroom.prediction.request import Order
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FIRST = pa.table({"prediction": ["cat", None], "probability": pa.array([0.5, None], pa.float32())})
 SECOND = pa.table({"prediction": ["dog"], "probability": pa.array([0.25], pa.float32())})
 

@@ -12,7 +12,7 @@ import pytest
 from headroom.prediction.request import make_order
 from headroom.settings.read_settings import ConfigError
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture

@@ -291,8 +291,8 @@ def test_log_lines_are_redacted_whoever_handles_them(
     try:
         redact_logs()
         redact_logs()
-        logging.getLogger("tasks.x").warning("with %s \x1b", "pq7marker-token")
-        logging.getLogger("tasks.x").warning("100 %")
+        logging.getLogger("headroom.x").warning("with %s \x1b", "pq7marker-token")
+        logging.getLogger("headroom.x").warning("100 %")
     finally:
         logging.setLogRecordFactory(factory)
     assert caplog.messages == [r"with *** \x1b", "100 %"]

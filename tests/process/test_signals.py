@@ -13,7 +13,7 @@ import pytest
 from headroom.process import signals
 from tests.conftest import PYTHON
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LIBRARY = """
 import os, signal, time
 def swallows(number):

@@ -539,7 +539,7 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_p
         "with tempfile.TemporaryDirectory() as d: r.draw_plots(run, pathlib.Path(d))\n"
         "print('matplotlib.pyplot' in sys.modules)"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.stdout.split() == ["[]", "False"], done.stdout + done.stderr
 

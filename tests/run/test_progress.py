@@ -309,7 +309,7 @@ def test_a_real_terminal_closed_in_the_midst_does_not_stop_the_training() -> Non
     near, far = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TERM": "xterm"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ class _Clock:
 def test_the_last_line_tells_rows_speed_and_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = _Clock()
     with (
-        caplog.at_level(logging.INFO, logger="tasks"),
+        caplog.at_level(logging.INFO, logger="headroom"),
         RowsProgress(1000, io.StringIO(), now_s=clock) as progress,
     ):
         clock.now_s = 2.0
@@ -32,7 +32,7 @@ def test_off_a_terminal_a_long_prediction_is_told_now_and_then(
 ) -> None:
     clock = _Clock()
     with (
-        caplog.at_level(logging.INFO, logger="tasks"),
+        caplog.at_level(logging.INFO, logger="headroom"),
         RowsProgress(100, io.StringIO(), now_s=clock) as progress,
     ):
         for percent in range(1, 101):
@@ -57,7 +57,7 @@ def test_a_narrow_terminal_gets_less_of_it() -> None:
 
 def test_nothing_to_do_is_over_at_once(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        caplog.at_level(logging.INFO, logger="tasks"),
+        caplog.at_level(logging.INFO, logger="headroom"),
         RowsProgress(0, io.StringIO(), now_s=_Clock()) as progress,
     ):
         progress.show_rows(0, 0)

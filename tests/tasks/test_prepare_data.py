@@ -14,7 +14,7 @@ from tasks.prepare_data import prepare_data
 @pytest.fixture(autouse=True)
 def _no_prefect_handlers(monkeypatch):
     """Prefect, once imported, warns of each line that is logged outside a flow."""
-    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("headroom"), "handlers", [])
 
 
 def test_task_gives_facts_and_says_when_they_were_prepared_earlier(tmp_path):

@@ -22,7 +22,7 @@ from headroom.tracking.run_sender import SendingState
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.tracking.test_model_sender import SPECS
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SPEC = {**SPECS["rows"], "feature_names": None}
 
 

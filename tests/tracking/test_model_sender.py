@@ -17,7 +17,7 @@ from headroom.prediction import prediction
 from headroom.settings.model_args import ModelError
 from headroom.tracking import model_sender
 
-ROOT = Path(__file__).parent.parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SPECS = {
     "rows": {
         "model": "mlp",
@@ -89,7 +89,7 @@ for folder in sys.argv[1:]:
         "probability": predicted["probability"].tolist(),
         "code": sys.modules["headroom.models.predictor"].__file__,
     }
-    for name in [n for n in sys.modules if n.partition(".")[0] == "tasks"]:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "headroom"]:
         del sys.modules[name]
 print(json.dumps(told))
 """
@@ -148,7 +148,7 @@ def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: 
         ("weights.pt", "weights.pt is not as it was logged"),
         ("spec.json", "spec.json is not as it was logged"),
         ("example.npy", "example.npy is not as it was logged"),
-        ("../code/tasks/engine/models/builtin.py", "builtin.py is not as it was logged"),
+        ("../code/headroom/models/builtin.py", "builtin.py is not as it was logged"),
         ("SHA256SUMS", " is (gone|not as it was logged)"),
     ],
 )
@@ -244,7 +244,7 @@ def test_what_travels_with_a_model_imports_nothing_that_stays_behind() -> None:
     """Story: builtin.py imported memory_meter.py: no logged model loaded elsewhere."""
     there = {Path(name).stem for name in model_sender.CODE}
     for name in model_sender.CODE:
-        tree = ast.parse((ROOT / "tasks" / name).read_text())
+        tree = ast.parse((ROOT / "headroom" / name).read_text())
         for node in tree.body:  # what runs at the import
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tasks"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headroom"):
                 assert node.module.rpartition(".")[2] in there, f"{name} imports {node.module}"

@@ -38,7 +38,9 @@ LIBRARIES = {
 }
 # What of this project: packages, whole.
 OURS = {
-    "torch": "tasks.engine",
+    "torch": "headroom.base headroom.settings headroom.ranks headroom.watch headroom.device"
+    " headroom.report headroom.models headroom.data headroom.training headroom.launch"
+    " headroom.prediction",
     "mlflow": "headroom.report headroom.tracking",
     "prefect": "headroom.base",
 }

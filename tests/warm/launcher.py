@@ -78,7 +78,7 @@ def kind_of(words):
 def root_of():
     """The folder that this project will be imported from; empty where it is none that is known."""
     folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found = [f for f in folders if f and os.path.isdir(f"{f}/tasks/engine")]
+    found = [f for f in folders if f and os.path.isdir(f"{f}/headroom/base")]
     return os.path.realpath(found[0]) if found else ""
 
 

@@ -491,7 +491,7 @@ def test_a_copy_of_a_watched_model_is_not_watched_and_is_read_without_this_proje
     torch.save(net, file)
     code = (
         "import io, sys, torch; net = torch.load(io.BytesIO(sys.stdin.buffer.read()), "
-        "weights_only=False); print(net(torch.randn(4, 16)).shape, 'tasks' in sys.modules)"
+        "weights_only=False); print(net(torch.randn(4, 16)).shape, 'headroom' in sys.modules)"
     )
     done = subprocess.run([PYTHON, "-c", code], input=file.getvalue(), capture_output=True, cwd="/")
     assert done.stdout.split() == b"torch.Size([4, 4]) False".split(), done.stderr.decode()
