@@ -51,6 +51,7 @@ SLOW = (
     "flows/test_families",
     "flows/test_names",
     "flows/test_predict",
+    "test_install",
     "tasks/test_forecast_other_gpus",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
