@@ -52,7 +52,7 @@ def test_a_module_is_found_from_the_working_directory(own: Own) -> None:
         ("os:system", "os is Python's own"),
         ("builtins:eval", "builtins is Python's own"),
         ("os.path:join", "os is Python's own"),
-        ("headroom.models.builtin:mlp", "tasks is this project's"),
+        ("headroom.models.builtin:mlp", "headroom is this project's"),
         ("flows.train:train", "flows is this project's"),
         ("nowhere_b:f", "there is no module nowhere_b"),
         ("mine_b.inner:f", "there is no module mine_b.inner"),
