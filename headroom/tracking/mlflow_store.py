@@ -31,7 +31,11 @@ from headroom.base.file_lock import FileLock
 from headroom.process.redaction import redact
 from headroom.tracking.journal import BEGIN, SENDING_LOCK, START, TRAINING_LOCK
 from headroom.tracking.mlflow_pages import VIEW_TAG, make_view_tag
-from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from headroom.tracking.tracking_settings import (
+    TrackingError,
+    TrackingSettings,
+    make_sqlite_uri,
+)
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
 
 notes: list[str] = []  # what a person has to know of the store, not told yet
@@ -213,7 +217,7 @@ def make_database(path: Path) -> None:
     """Make an empty MLflow database at `path`."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    SqlAlchemyStore(f"sqlite:///{path.absolute()}", "mlartifacts").engine.dispose()
+    SqlAlchemyStore(make_sqlite_uri("sqlite", path.absolute(), ""), "mlartifacts").engine.dispose()
 
 
 def may_answer_later(error: BaseException, where: TrackingSettings | None) -> bool:

@@ -190,14 +190,14 @@ def _make_absolute(uri: str, base: Path) -> str:
             raise TrackingError(
                 f"tracking_uri: {uri!r} is in memory and gone at exit; name a file: sqlite:///mlflow.db"
             )
-        return _make_sqlite_uri(scheme, (base / path).absolute(), options)
+        return make_sqlite_uri(scheme, (base / path).absolute(), options)
     if name in ("http", "https") and not _has_host(uri):
         raise TrackingError(f"tracking_uri: must name a host (got {redact(uri)!r})")
     return uri
 
 
 def _parse_sqlite_address(address: str) -> tuple[Path, str]:
-    """Return the file that an SQLite address names, and its options; see _make_sqlite_uri."""
+    """Return the file that an SQLite address names, and its options; see make_sqlite_uri."""
     found = _OPTIONS.search(address)
     path, options = (address[: found.start()], found[1]) if found else (address, "")
     if path.startswith("file:") and "uri=true" in options.split("&"):
@@ -205,7 +205,7 @@ def _parse_sqlite_address(address: str) -> tuple[Path, str]:
     return Path(path), options
 
 
-def _make_sqlite_uri(scheme: str, path: Path, options: str) -> str:
+def make_sqlite_uri(scheme: str, path: Path, options: str) -> str:
     """Return the address of a file.
 
     SQLAlchemy takes all of a name as it is written, but for a `?`: that only SQLite itself can
