@@ -22,8 +22,8 @@ FILES = sorted(
     for storey in ("headroom", "flows", "tasks", "benchmarks", "tests")
     for file in (ROOT / storey).rglob("*.py")
 )
-# Imports run along this list only: a room knows those before it. Up to `prediction` they know neither
-# Prefect nor MLflow.
+# Imports run along this list only: a room knows those before it. Up to `prediction` they know
+# neither Prefect nor MLflow.
 CORE_ROOMS = (
     "base",
     "settings",

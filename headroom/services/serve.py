@@ -1,6 +1,6 @@
 """The service on one machine: a Prefect server, a worker for the deployments of prefect.yaml, and
-MLflow's UI. `python -m headroom.services.serve up`, `down`, `status`; `up` starts what is not up. `ui`
-is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither Prefect's nor
+MLflow's UI. `python -m headroom.services.serve up`, `down`, `status`; `up` starts what is not up.
+`ui` is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither Prefect's nor
 MLflow's server asks for a password.
 """
 
