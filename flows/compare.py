@@ -56,8 +56,8 @@ def compare(words: list[str], plan: ComparisonRequest | None = None) -> int:
     """
     mark_begun()
     with redact_errors():
-        asked = plan or parse_comparison(words)
-        with open_comparison(asked) as comparison:
-            groups = comparison.train() if asked.cells else comparison.read()
+        request = plan or parse_comparison(words)
+        with open_comparison(request) as comparison:
+            groups = comparison.train() if request.cells else comparison.read()
             comparison.publish(comparison.compare(groups))
         return comparison.exit_code

@@ -33,24 +33,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code."""
-    asked = parse(arguments)
+    options = parse(arguments)
     from headroom.training.loop_forecast import forecast_own_step
 
     try:
-        found: Any = forecast_own_step(
-            asked.model,
-            asked.batch,
-            optimizer=asked.optimizer,
-            optimizer_args=asked.optimizer_arg,
-            loss=asked.loss,
-            autocast=asked.autocast,
-            gpus=asked.gpus,
+        forecast: Any = forecast_own_step(
+            options.model,
+            options.batch,
+            optimizer=options.optimizer,
+            optimizer_args=options.optimizer_arg,
+            loss=options.loss,
+            autocast=options.autocast,
+            gpus=options.gpus,
         )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(found)
-    return 0 if any(found.needed_mib <= room for room in found.rooms_mib.values()) else 2
+    print(forecast)
+    return 0 if any(forecast.needed_mib <= room for room in forecast.rooms_mib.values()) else 2
 
 
 if __name__ == "__main__":

@@ -71,19 +71,19 @@ def predict(
     )
     with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder:
         model = find_model(order, folder=folder)
-        found = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
+        chosen = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
         held_bytes = 0
         try:
-            facts = predict_rows(order, found, model)
+            facts = predict_rows(order, chosen, model)
             held_bytes = facts.held_bytes
         finally:
-            released = release_memory(found, held_bytes)
+            released = release_memory(chosen, held_bytes)
     return {
         **asdict(facts),
         "run_id": model.run_id,
         "model_id": model.model_id,
-        "device": found.name,
-        "reason": found.reason,
+        "device": chosen.name,
+        "reason": chosen.reason,
         "released_bytes": released.released_bytes,
         "release_ok": released.ok,
     }

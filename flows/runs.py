@@ -59,24 +59,24 @@ STYLES = {"training": "green", "waiting": "yellow", "FINISHED": "", "FAILED": "r
 
 def main(argv: Sequence[str]) -> int:
     """Show what the command line asks for. Returns the exit code."""
-    asked = _make_parser().parse_args(list(argv))
+    options = _make_parser().parse_args(list(argv))
     try:
         where = read_tracking_settings()
         runs = Path(where.runs)
-        if asked.accept is not None:
-            print(_accept_level(asked.accept, where))
+        if options.accept is not None:
+            print(_accept_level(options.accept, where))
             return 0
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
-    if asked.json:
-        found = {"runs": list_known_runs(runs, last=asked.last)}
-        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+    if options.json:
+        answer = {"runs": list_known_runs(runs, last=options.last)}
+        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
         return 0
     console = Console(highlight=False)
-    if asked.watch:
-        return _watch(runs, asked.last, console)
-    console.print(_make_view(runs, asked.last, console))
+    if options.watch:
+        return _watch(runs, options.last, console)
+    console.print(_make_view(runs, options.last, console))
     return 0
 
 
@@ -84,24 +84,24 @@ def _accept_level(word: str, where: TrackingSettings) -> str:
     """Return what was done. The run may also be one of another host, by its id in MLflow."""
     if where.database is not None and not where.database.is_file():
         raise TrackingError(f"tracking_uri: {where.database} is not there; nothing has run yet")
-    found = find_called_runs(word, list_known_runs(Path(where.runs)))
-    if len(found) > 1:
-        ids = ", ".join(run.run_id[:8] for run in found)
+    matches = find_called_runs(word, list_known_runs(Path(where.runs)))
+    if len(matches) > 1:
+        ids = ", ".join(run.run_id[:8] for run in matches)
         raise TrackingError(
-            f"--accept {word[:80]}: is {len(found)} runs; name one by its id: {ids}"
+            f"--accept {word[:80]}: is {len(matches)} runs; name one by its id: {ids}"
         )
     from headroom.tracking.query_runs import accept_level  # imports mlflow
 
-    runs = accept_level(where, found[0].run_id if found else word)
+    runs = accept_level(where, matches[0].run_id if matches else word)
     more = f", and the {len(runs) - 1} after it of its kind" if len(runs) > 1 else ""
     return f"{runs[-1]} is the level from now on{more}. The next runs are compared with it."
 
 
 def _make_view(runs: Path, last: int, console: Console) -> RenderableType:
-    found = list_known_runs(runs, last=last)
-    if not found:
+    known_runs = list_known_runs(runs, last=last)
+    if not known_runs:
         return Text(f"No training lives on this host, and {runs} holds none.")
-    return make_runs_table(found, columns=console.width)
+    return make_runs_table(known_runs, columns=console.width)
 
 
 def _watch(runs: Path, last: int, console: Console) -> int:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help=f"{words} `python -m flows.runs` shows them.")
     words = "Do not wait for the step to end, and kill it after 10 s."
     parser.add_argument("--now", action="store_true", help=words)
-    asked = parser.parse_args(list(argv))
+    options = parser.parse_args(list(argv))
     try:
         runs = Path(read_tracking_settings().runs)
     except TrackingError as error:
@@ -62,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
         return 2
     until = time.monotonic() + LEAVE_S
     while True:
-        found = find_called_runs(asked.run, list_known_runs(runs))
-        alive = [run for run in found if run.live]
+        matches = find_called_runs(options.run, list_known_runs(runs))
+        alive = [run for run in matches if run.live]
         if len(alive) != 1:
-            print(_describe_refusal(asked.run, found, alive), file=sys.stderr)
+            print(_describe_refusal(options.run, matches, alive), file=sys.stderr)
             return 2
         if (seen := _find_process(alive[0])) is not None:
-            return _stop_run(alive[0], *seen, now=asked.now)
+            return _stop_run(alive[0], *seen, now=options.now)
         if time.monotonic() > until:
             why = "its process can't be seen from here: it may be another container's"
             print(f"RUN: {_describe_run(alive[0])} can't be stopped: {why}", file=sys.stderr)
@@ -84,8 +84,8 @@ def _describe_refusal(word: str, found: Sequence[KnownRun], alive: Sequence[Know
         )
     if found:
         return f"RUN: {_describe_run(found[0])} does not train: {_describe_end(found[0])}"
-    told = make_printable(word, limit=80)
-    return f"RUN: no training here is called {told}; `python -m flows.runs` shows them"
+    shown = make_printable(word, limit=80)
+    return f"RUN: no training here is called {shown}; `python -m flows.runs` shows them"
 
 
 def _describe_run(run: KnownRun) -> str:
@@ -95,8 +95,8 @@ def _describe_run(run: KnownRun) -> str:
 
 
 def _describe_end(run: KnownRun) -> str:
-    told = ", ".join(filter(None, [run.state, make_printable(run.reason, limit=300)]))
-    return f"{told}. Go on with: {run.resume}" if run.resume else told
+    state = ", ".join(filter(None, [run.state, make_printable(run.reason, limit=300)]))
+    return f"{state}. Go on with: {run.resume}" if run.resume else state
 
 
 def _find_process(run: KnownRun) -> tuple[LiveRun, psutil.Process] | None:
@@ -115,8 +115,8 @@ def _stop_run(run: KnownRun, live: LiveRun, process: psutil.Process, *, now: boo
         if now:
             _kill_if_slow(live, process)
     except psutil.AccessDenied:
-        told = f"it is {find_owner(live)}'s, and nobody else's to stop"
-        print(f"RUN: {_describe_run(run)} can't be stopped: {told}", file=sys.stderr)
+        why = f"it is {find_owner(live)}'s, and nobody else's to stop"
+        print(f"RUN: {_describe_run(run)} can't be stopped: {why}", file=sys.stderr)
         return 1
     except psutil.NoSuchProcess:  # it was faster
         pass

@@ -160,12 +160,12 @@ class HeadroomCallback(Adapter, Callback):
         test/..., as the record names them."""
         assert self.run is not None
         try:
-            found = trainer.callback_metrics
+            logged = trainer.callback_metrics
         except Exception:  # of a metric of the user's: it comes again where Lightning reads it
             return
-        new = {name: v for name, v in found.items() if v is not self._seen.get(name)}
+        new = {name: v for name, v in logged.items() if v is not self._seen.get(name)}
         self._seen |= new
-        told = {
+        renamed = {
             re.sub("^(train|val|test)_", r"\1/", str(name)): value for name, value in new.items()
         }
-        self.run.log(told, self.run.loop.done)
+        self.run.log(renamed, self.run.loop.done)

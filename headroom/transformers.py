@@ -132,9 +132,9 @@ class HeadroomCallback(Adapter, TrainerCallback):
 
     def _log(self, found: dict[str, Any]) -> None:
         assert self.run is not None
-        told = {re.sub("^(eval|test)_", _rename, str(k)): v for k, v in found.items()}
-        told = {name if "/" in name else f"train/{name}": v for name, v in told.items()}
-        self.run.log(told, self.run.loop.done)
+        renamed = {re.sub("^(eval|test)_", _rename, str(k)): v for k, v in found.items()}
+        renamed = {name if "/" in name else f"train/{name}": v for name, v in renamed.items()}
+        self.run.log(renamed, self.run.loop.done)
 
 
 def _rename(found: re.Match[str]) -> str:

@@ -96,9 +96,9 @@ class HeadroomCallback(Adapter):
         self._follow("")
         if self.run is not None:
             losses = trainer.label_loss_items(trainer.tloss, prefix="train")
-            found = {**losses, **trainer.metrics}
-            told = {name.translate({40: None, 41: None}): v for name, v in found.items()}
-            self.run.log(told, self.run.loop.done)
+            metrics = {**losses, **trainer.metrics}
+            renamed = {name.translate({40: None, 41: None}): v for name, v in metrics.items()}
+            self.run.log(renamed, self.run.loop.done)
 
     def on_train_end(self, trainer: Any) -> None:
         """The training came to its end."""

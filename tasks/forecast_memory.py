@@ -72,10 +72,10 @@ def _forecast_on_gpu(
         larger = override_config(whole, {"train.batch_size": rows})
         return forecast_training(make_plan(larger, device, data)).needed_bytes
 
-    asked, largest = config.train.batch_size, None
-    first = takes = needed(asked)
-    for rows in (asked << n for n in range(MOST_DOUBLINGS)):
-        takes = takes if rows == asked else needed(rows)
+    requested_rows, largest = config.train.batch_size, None
+    first = takes = needed(requested_rows)
+    for rows in (requested_rows << n for n in range(MOST_DOUBLINGS)):
+        takes = takes if rows == requested_rows else needed(rows)
         if takes > room:
             break
         largest = rows
@@ -126,22 +126,22 @@ class MemoryForecast:
         """Return the forecast as a table for the terminal."""
         table = Table("", "MiB", "", title=f"memory of {self.device.name}", title_justify="left")
         table.columns[1].justify = "right"
-        told = self.told
+        forecast = self.told
         table.add_row(
-            "predicted peak", _format_mib(told.peak_bytes), f"in {told.phase}", style="bold"
+            "predicted peak", _format_mib(forecast.peak_bytes), f"in {forecast.phase}", style="bold"
         )
-        for owner, size in sorted(told.owners.items(), key=lambda item: -item[1]):
+        for owner, size in sorted(forecast.owners.items(), key=lambda item: -item[1]):
             table.add_row(f"  {owner}", _format_mib(size), "")
         table.add_section()
-        for phase, most in told.phases.items():
+        for phase, most in forecast.phases.items():
             table.add_row(f"  peak of {phase}", _format_mib(most), "")
         table.add_section()
-        known = math.isfinite(self.room_bytes)
+        is_known = math.isfinite(self.room_bytes)
         table.add_row(
-            "free", _format_mib(self.room_bytes) if known else "", "" if known else "not told"
+            "free", _format_mib(self.room_bytes) if is_known else "", "" if is_known else "not told"
         )
-        if told.note:
-            table.caption = told.note
+        if forecast.note:
+            table.caption = forecast.note
         table.add_row("fits", "", "yes" if self.fits else "NO")
         largest = "none" if self.largest is None else f"{self.largest} rows"
         table.add_row("largest micro-batch that fits", "", largest)

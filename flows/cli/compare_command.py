@@ -44,20 +44,20 @@ def main(argv: Sequence[str]) -> int:
     """Compare what the command line says. Returns the exit code."""
     redact_output()
     try:
-        asked = parse_comparison(argv)
+        request = parse_comparison(argv)
         read_tracking_settings()
-        if asked.dry_run:
-            print("\n".join(_describe_plan(asked)))
+        if request.dry_run:
+            print("\n".join(_describe_plan(request)))
             return 0
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
     from flows.cli.train_command import run_with_server
 
-    if asked.cells:
-        told = f"{asked.count} trainings: looking at data, devices and models ..."
-        print(told, file=sys.stderr, flush=True)
-    return run_with_server(partial(_run_flow, list(argv), asked), debug=asked.debug)
+    if request.cells:
+        message = f"{request.count} trainings: looking at data, devices and models ..."
+        print(message, file=sys.stderr, flush=True)
+    return run_with_server(partial(_run_flow, list(argv), request), debug=request.debug)
 
 
 def _describe_plan(asked: ComparisonRequest) -> list[str]:
@@ -85,25 +85,27 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
 
     Raises ConfigError with every problem. --help prints and exits with 0.
     """
-    known, rest = _make_parser().parse_known_args(flags.tie_values(argv))
+    options, rest = _make_parser().parse_known_args(flags.tie_values(argv))
     problems = []
-    reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
-    own = {"--vary": known.vary, "--devices": known.devices, "--search": known.search}
+    reads = [
+        f"--{name}" for name in ("runs", "last", "filter") if getattr(options, name) is not None
+    ]
+    own = {"--vary": options.vary, "--devices": options.devices, "--search": options.search}
     trains = [name for name, value in own.items() if value]
     if reads and trains:
         problems.append(f"{trains[0]}: trains anew, and {reads[0]} reads runs that exist; keep one")
     if "--runs" in reads and len(reads) > 1:
         problems.append(f"--runs: names the runs already; drop {reads[1]}")
-    if known.search is None:
-        alone = [n for n in ("trials", "pruner", "goal") if getattr(known, n) is not None]
+    if options.search is None:
+        alone = [n for n in ("trials", "pruner", "goal") if getattr(options, n) is not None]
         problems += [f"--{name}: goes with --search" for name in alone]
     elif not search_space.is_optuna_here():
         problems.append(f"--search: needs Optuna, which is not installed; {INSTALL}")
-    elif not known.vary:
+    elif not options.vary:
         problems.append("--search: needs a --vary NAME=LOW..HIGH or NAME=A,B to search in")
-    if known.anew and reads:
+    if options.anew and reads:
         problems.append(f"--anew: trains nothing beside {reads[0]}")
-    if not reads and not trains and (known.repeats or 1) == 1:
+    if not reads and not trains and (options.repeats or 1) == 1:
         problems.append("--vary: nothing varies; see --help for --vary, --devices and --runs")
     for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
         if word in ("--resume", "--forecast", "--explain-device"):
@@ -112,7 +114,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
             problems.append(f"{word}: trains nothing beside {reads[0]}")
     if problems:
         raise ConfigError(*problems)
-    axes = {} if reads else grid.parse_axes(known.vary, known.devices)
+    axes = {} if reads else grid.parse_axes(options.vary, options.devices)
     if axes.get(grid.DEVICE) == [grid.ALL]:
         axes[grid.DEVICE] = grid.GridCheck([]).answer()
 
@@ -122,7 +124,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     def resolve_settings(settings: Mapping[str, str]) -> RunConfig:
         return resolve_words(settings).config
 
-    search = None if known.search is None else _make_search(known, axes, rest, resolve_settings)
+    search = None if options.search is None else _make_search(options, axes, rest, resolve_settings)
     if search is None:
         search_space.parse_ranges(axes, how="")
     combinations = (
@@ -133,22 +135,22 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     made = (
         []
         if reads
-        else grid.make_cells(combinations, resolve=resolve_settings, repeats=known.repeats or 1)
+        else grid.make_cells(combinations, resolve=resolve_settings, repeats=options.repeats or 1)
     )
     base = resolve_words(made[0].settings if made else {})
-    ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
+    ids = [] if options.runs is None else list(dict.fromkeys(options.runs.split(",")))
     return ComparisonRequest(
         words=list(argv),
         base=base.config,
         cells=made,
         varied=list(axes if search is None else search.axes),
         runs=ids,
-        last=known.last,
-        filter=known.filter or "",
+        last=options.last,
+        filter=options.filter or "",
         dry_run=base.dry_run,
         debug=base.debug,
         search=search,
-        is_anew=known.anew,
+        is_anew=options.anew,
     )
 
 

@@ -86,10 +86,10 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     exits with 0.
     """
     try:
-        known, unknown = _make_parser().parse_known_args(tie_values(argv))
+        options, unknown = _make_parser().parse_known_args(tie_values(argv))
     except argparse.ArgumentError as error:  # a value that is missing, or one too many
         raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
-    given: dict[str, list[Any]] = {k: v for k, v in vars(known).items() if isinstance(v, list)}
+    given: dict[str, list[Any]] = {k: v for k, v in vars(options).items() if isinstance(v, list)}
     problems = []
     for word in unknown:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -104,14 +104,14 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
             given.setdefault(name, []).append(value if equals else None)
     for name, values in given.items():
         if len(values) > 1:
-            told = ", then ".join(
+            order = ", then ".join(
                 HIDDEN if is_secret(name, str(value)) else repr(value)[:60] for value in values
             )
-            problems.append(f"{name}: is given {len(values)} times ({told}); keep one")
+            problems.append(f"{name}: is given {len(values)} times ({order}); keep one")
     flags = {name: values[-1] for name, values in given.items()}
     file, resume = flags.pop("--config", None), flags.pop("--resume", None)
     elsewhere = flags.pop("--for", None)
-    if elsewhere is not None and not known.forecast:
+    if elsewhere is not None and not options.forecast:
         problems.append("--for: goes with --forecast")
     if resume is not None:
         from headroom.run.resume import find_resumed_folder  # imports PyTorch
@@ -131,11 +131,11 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         config=config,
         config_file=file,
         resume=resume,
-        dry_run=known.dry_run,
-        forecast=known.forecast,
+        dry_run=options.dry_run,
+        forecast=options.forecast,
         elsewhere=elsewhere,
-        explain_device=known.explain_device,
-        debug=known.debug,
+        explain_device=options.explain_device,
+        debug=options.debug,
     )
 
 

@@ -58,15 +58,15 @@ def _train_from_python(
         _refuse_unknown(unknown)
         if config is None:
             config = RunConfig() if resume is None else read_resumed_settings(resume)
-        given = config if isinstance(config, RunConfig) else make_config(config)
-        asked = resolve_and_check(given, overrides)
+        base = config if isinstance(config, RunConfig) else make_config(config)
+        resolved = resolve_and_check(base, overrides)
         run: dict[str, Any]
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            with mark_checked(asked):
-                run = run_flow(config=asked, resume=resume)
+            with mark_checked(resolved):
+                run = run_flow(config=resolved, resume=resume)
             return run
-        with mark_checked(asked), train_command.set_up_call():
-            run = run_at_desk(run_flow, function, config=asked, resume=resume)
+        with mark_checked(resolved), train_command.set_up_call():
+            run = run_at_desk(run_flow, function, config=resolved, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:
@@ -82,9 +82,9 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
         return
     names = {name.split(".")[-1]: name for name in (row.name for row in list_settings())}
     by_name = ", ".join(
-        f"{names[given]!r}: {'...' if given == 'args' else repr(value)}"
-        for given, value in unknown.items()
-        if given in names
+        f"{names[setting]!r}: {'...' if setting == 'args' else repr(value)}"
+        for setting, value in unknown.items()
+        if setting in names
     )
     by_name = by_name or "'train.epochs': 3"
     raise ConfigError(
@@ -105,16 +105,16 @@ def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
 def _make_form_signature(flow: Flow[..., Any]) -> Signature:
     """Return the signature that `prefect deploy` makes the form of: it looks at no other part of a
     flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
-    given = signature(flow.fn, eval_str=True).parameters
+    parameters = signature(flow.fn, eval_str=True).parameters
     in_form = {
-        "overrides": given["overrides"].replace(
+        "overrides": parameters["overrides"].replace(
             annotation=Annotated[
                 dict[str, Any], WithJsonSchema({"type": "object", "propertyNames": _list_names()})
             ],
             default={},
         ),
-        "resume": given["resume"],
-        "config": given["config"].replace(
+        "resume": parameters["resume"],
+        "config": parameters["config"].replace(
             annotation=Annotated[RunConfig, WithJsonSchema(_make_form())]
         ),
     }

@@ -56,12 +56,12 @@ def main(argv: Sequence[str]) -> int:
     """Predict what the command line says. Returns the exit code."""
     redact_output()
     try:
-        asked = parse_prediction(argv)
-        debug = asked.pop("debug")
-        make_order(**asked)
+        request = parse_prediction(argv)
+        debug = request.pop("debug")
+        make_order(**request)
         read_tracking_settings()
         ask_mlflow.warm_up()
-        return run_with_server(partial(_run_flow, asked), debug=debug)
+        return run_with_server(partial(_run_flow, request), debug=debug)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -74,26 +74,26 @@ def parse_prediction(argv: Sequence[str]) -> dict[str, Any]:
     """
     problems: list[str] = []
     try:
-        known, unknown = _make_parser().parse_known_args(list(argv))
+        options, unknown = _make_parser().parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
     for word in unknown:
         near = get_close_matches(word.partition("=")[0][:80], [*_VALUES, *_SWITCHES], 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         problems.append(f"{word}: unknown word; {hint}")
-    given: dict[str, Any] = {}
-    for name, values in vars(known).items():
+    words: dict[str, Any] = {}
+    for name, values in vars(options).items():
         if isinstance(values, list):
             if len(values) > 1:
                 problems.append(f"--{name}: is given {len(values)} times; keep one")
             values = values[-1]
         if values is not None:
-            given[name] = values
+            words[name] = values
     if problems:
         raise ConfigError(*problems)
-    if "keep" in given:
-        given["keep"] = [name.strip() for name in given["keep"].split(",")]
-    return {"input": None, "output": None, **given}
+    if "keep" in words:
+        words["keep"] = [name.strip() for name in words["keep"].split(",")]
+    return {"input": None, "output": None, **words}
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -30,13 +30,13 @@ exit codes: 0 done or nothing to do, 1 something could not be done, 2 bad input
 def main(argv: Sequence[str]) -> int:
     """Tidy as the command line says. Returns the exit code."""
     redact_output()
-    asked = _make_parser().parse_args(list(argv))
+    options = _make_parser().parse_args(list(argv))
     actions = []
     try:
-        older_s = parse_age_s(asked.older_than)
-        for action in clean_up(read_tracking_settings(), older_s=older_s, does=asked.yes):
+        older_s = parse_age_s(options.older_than)
+        for action in clean_up(read_tracking_settings(), older_s=older_s, does=options.yes):
             print(
-                describe_action(action, does=asked.yes),
+                describe_action(action, does=options.yes),
                 file=sys.stderr if action.problem else sys.stdout,
             )
             actions.append(action)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if not actions:
         print("Nothing is left behind.")
-    elif not asked.yes and not all(action.problem for action in actions):
+    elif not options.yes and not all(action.problem for action in actions):
         print("Nothing was changed; with --yes it is.")
     return int(any(action.problem for action in actions))
 

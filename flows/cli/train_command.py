@@ -144,9 +144,9 @@ def _print_forecast(asked: Namespace) -> int:
 
     try:
         if asked.elsewhere is not None:
-            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
-            Console().print(make_gpu_table(found, asked.config))
-            return 0 if any(one.fits for one in found) else 2
+            forecast = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(forecast, asked.config))
+            return 0 if any(one.fits for one in forecast) else 2
         foreseen = forecast_memory(asked.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
@@ -172,16 +172,16 @@ def _print_device_checks(asked: Namespace) -> int:
 def _run_command(argv: Sequence[str]) -> int:
     redact_output()
     try:
-        asked = parse_training(argv)
-        if asked.explain_device:
-            return _print_device_checks(asked)
-        asked.config = restore_config_secrets(asked.config)
-        check_imports(asked.config)
-        if asked.dry_run:
-            return _print_dry_run(asked)
-        if asked.forecast:
-            return _print_forecast(asked)
-        return _train(asked)
+        request = parse_training(argv)
+        if request.explain_device:
+            return _print_device_checks(request)
+        request.config = restore_config_secrets(request.config)
+        check_imports(request.config)
+        if request.dry_run:
+            return _print_dry_run(request)
+        if request.forecast:
+            return _print_forecast(request)
+        return _train(request)
     except (ConfigError, TrackingError) as error:
         print(redact(str(error)), file=sys.stderr)
         return 2
@@ -195,8 +195,8 @@ def _train(asked: Namespace) -> int:
 
         return rank.follow_lead(asked.config)
     data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
-    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
-    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
+    subject = f"{model} on {make_printable(data.path or data.source, limit=60)}"
+    print(f"{subject}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
     with command.pause_collection():
         from headroom.data.preparation import check_data
         from headroom.data.source_data import DataError
@@ -243,8 +243,8 @@ def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
 
         api = PREFECT_API_URL.value() or ""
         if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
-            told = "does not answer; start that server, or name none: a run then starts its own"
-            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
+            remedy = "does not answer; start that server, or name none: a run then starts its own"
+            print(f"PREFECT_API_URL: {redact(api)} {remedy}", file=sys.stderr)
             return 2
         print(f"failed: {redact(str(error))}", file=sys.stderr)
         return launcher.AGAIN if isinstance(error, RestartableError) else 1
@@ -290,8 +290,8 @@ def _train_in_flow(asked: Namespace) -> int:
         status = ended.run.get("status") if ended is not None else None
         if ended is None or status not in ("FINISHED", "FAILED"):
             raise
-        told = f"{signals.describe_signal()} when the training had ended: {status} in MLflow"
-        print(told, file=sys.stderr)
+        message = f"{signals.describe_signal()} when the training had ended: {status} in MLflow"
+        print(message, file=sys.stderr)
         print_report(ended.run)
         return 0 if prefect_http.make_flow_run_end(ended.run).type == "COMPLETED" else 1
     except Exception as error:

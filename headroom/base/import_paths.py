@@ -46,8 +46,8 @@ def find_import_problem(setting: str, path: str) -> str | None:
             f"{setting}: import paths are forbidden here by {ALLOW}={allowed} (got {path}); choose "
             "a built-in one, or lift that"
         )
-    if (told := find_allow_problem()) is not None:
-        return told
+    if (problem := find_allow_problem()) is not None:
+        return problem
     module = path.partition(":")[0]
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in OWN:
@@ -125,29 +125,29 @@ def import_callable(path: str, *, setting: str, refusal: type[ValueError]) -> Ca
 
     Raises `refusal`, with the file and line where the import itself raised or exited.
     """
-    told = find_import_problem(setting, path)
-    if told is not None:
-        raise refusal(told)
+    problem = find_import_problem(setting, path)
+    if problem is not None:
+        raise refusal(problem)
     module, _, attribute = path.partition(":")
     owner = _import_module(module, setting=setting, refusal=refusal)
-    found: Any = owner
+    thing: Any = owner
     for name in attribute.split("."):
-        if isinstance(found, ModuleType) and found is not owner:
+        if isinstance(thing, ModuleType) and thing is not owner:
             raise refusal(
                 f"{setting}: {path} goes through another module; name the module where it is made"
             )
-        if not hasattr(found, name):
-            near = get_close_matches(name, [n for n in dir(found) if not n.startswith("_")], 1)
+        if not hasattr(thing, name):
+            near = get_close_matches(name, [n for n in dir(thing) if not n.startswith("_")], 1)
             hint = f"; did you mean {near[0]}?" if near else "; define it there"
             raise refusal(f"{setting}: {module} has no {attribute} (got {path}){hint}")
-        found = getattr(found, name)
-    if not callable(found):
+        thing = getattr(thing, name)
+    if not callable(thing):
         raise refusal(
-            f"{setting}: {path} must be a class or a function (got a {type(found).__name__})"
+            f"{setting}: {path} must be a class or a function (got a {type(thing).__name__})"
         )
-    if _is_from_python(found):
+    if _is_from_python(thing):
         raise refusal(f"{setting}: {path} is Python's own, no code of yours; name a function of it")
-    return found
+    return thing
 
 
 def _is_from_python(found: Any) -> bool:
@@ -166,8 +166,8 @@ def _import_module(module: str, *, setting: str, refusal: type[ValueError]) -> M
     except BaseException as error:
         if is_requested_exit(error):
             raise
-        told = f"{setting}: {module} cannot be imported: {describe_error(error)}"
-    raise refusal(told)
+        problem = f"{setting}: {module} cannot be imported: {describe_error(error)}"
+    raise refusal(problem)
 
 
 def forbid_exit(function: Callable[P, T]) -> Callable[P, T]:
@@ -189,8 +189,8 @@ def forbid_exit(function: Callable[P, T]) -> Callable[P, T]:
         except BaseException as error:
             if is_requested_exit(error):
                 raise
-            told = describe_error(error)
-        raise RuntimeError(told)
+            description = describe_error(error)
+        raise RuntimeError(description)
 
     return call
 
@@ -267,8 +267,8 @@ def _find_place(error: BaseException) -> str:
 
 def _find_place_in_text(traceback_text: str) -> str:
     """Return the last place that a traceback's text names."""
-    found = _IN_TEXT.findall(traceback_text)
-    theirs = [(f, line) for f, line in found if not is_installed(f)]
+    places = _IN_TEXT.findall(traceback_text)
+    theirs = [(f, line) for f, line in places if not is_installed(f)]
     return f"{_shorten_path(theirs[-1][0])}:{theirs[-1][1]}: " if theirs else ""
 
 
@@ -305,10 +305,10 @@ def bind_arguments(
         for name, p in signature.parameters.items()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-    given = {name: value for name, value in offered.items() if name in takes} | dict(args)
+    bound = {name: value for name, value in offered.items() if name in takes} | dict(args)
     name = getattr(factory, "__name__", type(factory).__name__)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for unknown in [] if takes_any else sorted(set(given) - set(takes)):
+    for unknown in [] if takes_any else sorted(set(bound) - set(takes)):
         near = get_close_matches(unknown, takes, 1)
         hint = (
             f"; did you mean {near[0]}?"
@@ -316,17 +316,17 @@ def bind_arguments(
             else f"; {name} {_describe_parameters(list(takes))}"
         )
         raise refusal(f"{setting}: {unknown!r} is unknown{hint}")
-    missing = [n for n, p in takes.items() if p.default is p.empty and n not in given]
+    missing = [n for n, p in takes.items() if p.default is p.empty and n not in bound]
     if missing:
         raise refusal(
             f"{setting}: {missing[0]!r} is missing; {name} {_describe_parameters(list(takes))}, "
             "and this one has no default"
         )
     try:
-        signature.bind(**given)
+        signature.bind(**bound)
     except TypeError as error:  # a parameter by position only
         raise refusal(f"{setting}: {name} cannot be called by name ({error})") from None
-    return given
+    return bound
 
 
 def call_factory(
@@ -352,8 +352,8 @@ def call_factory(
             isinstance(error, RuntimeError) and _NO_MEMORY.search(get_error_message(error))
         ):
             raise
-        told = f"{setting}: {path} raised: {describe_error(error)}"
-    raise refusal(told)
+        problem = f"{setting}: {path} raised: {describe_error(error)}"
+    raise refusal(problem)
 
 
 def _describe_parameters(names: list[str]) -> str:

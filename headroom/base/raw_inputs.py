@@ -72,18 +72,18 @@ def make_inputs(
     x = np.zeros((len(rows), count_inputs(columns)), dtype=np.float32)
     whole, at = np.ones(len(rows), dtype=bool), 0
     for place, column in enumerate(columns):
-        given = _get_column(rows, column, columns, missing) if frame else rows[:, place]
+        cells = _get_column(rows, column, columns, missing) if frame else rows[:, place]
         if column["kind"] == CATEGORY:
-            chosen, empty = _parse_categories(given, column, nothing)
+            chosen, empty = _parse_categories(cells, column, nothing)
             there = np.flatnonzero(chosen >= 0)
             x[there, at + chosen[there]] = 1
             at += len(column["values"])
         elif column["kind"] == DATE:
-            parts, empty = _parse_dates(given, column, nothing)
+            parts, empty = _parse_dates(cells, column, nothing)
             x[:, at : at + len(parts)] = parts.T
             at += len(parts)
         else:
-            x[:, at], empty = _parse_numbers(given, column, nothing)
+            x[:, at], empty = _parse_numbers(cells, column, nothing)
             at += 1
         if empty.any() and missing == "fail":
             raise ValueError(
@@ -136,10 +136,10 @@ def _get_column(
 ) -> Any:
     name = column["name"]
     if name in rows.columns:
-        given = rows[name]
-        if given.ndim != 1:
+        cells = rows[name]
+        if cells.ndim != 1:
             raise ValueError(f"rows: the column {name!r} is there twice; keep one")
-        return given
+        return cells
     if missing == "fail":
         needs = [c["name"] for c in columns]
         raise ValueError(f"rows: the column {name!r} is missing; needs {needs}")
@@ -172,15 +172,15 @@ def _parse_numbers(
 def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
     """Return the parts, (parts, rows) float64, of times in seconds since 1970; NaN for one that
     is NaN."""
-    known = np.nan_to_num(seconds)
-    day = np.floor(known / DAY_S)
+    finite_seconds = np.nan_to_num(seconds)
+    day = np.floor(finite_seconds / DAY_S)
     date = day.astype(np.int64).astype("datetime64[D]")
     weekday = (day + 3) % 7  # 1970 began on a Thursday
-    hour = (known - day * DAY_S) / 3600
+    hour = (finite_seconds - day * DAY_S) / 3600
     of_year = 2 * np.pi / YEAR_DAYS * (date - date.astype("datetime64[Y]")).astype(np.float64)
     of_day = 2 * np.pi / 24 * hour
     found: dict[str, Callable[[], np.ndarray]] = {
-        "days": lambda: known / DAY_S,
+        "days": lambda: finite_seconds / DAY_S,
         "year": lambda: date.astype("datetime64[Y]").astype(np.int64) + 1970,
         "month": lambda: date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
         "year_sin": lambda: np.sin(of_year),
@@ -239,11 +239,11 @@ def _describe_too_large(column: str, value: float) -> str:
 
 def find_numbers(words: Iterable[str]) -> list[float]:
     """Return the numbers, such as -999, among the words for a missing value."""
-    found = []
+    numbers = []
     for word in words:
         with suppress(ValueError):
-            found.append(float(word))
-    return [number for number in found if number == number]
+            numbers.append(float(word))
+    return [number for number in numbers if number == number]
 
 
 def _parse_number(value: Any, name: str, nothing: set[str]) -> float:
@@ -384,13 +384,13 @@ def check_inputs(rows: Any, spec: Mapping[str, Any]) -> NamedArrays:
         if len(needs) > 1:
             raise ValueError(f"rows: must be a dict of arrays with {', '.join(needs)}")
         rows = {next(iter(needs)): rows}
-    found: NamedArrays = {}
+    checked: NamedArrays = {}
     for name, need in needs.items():
         if name not in rows:
             raise ValueError(f"rows: the input {name!r} is missing; needs {', '.join(needs)}")
         # The cells of a column may be lists.
-        given = rows[name].tolist() if hasattr(rows, "columns") else rows[name]
-        array = np.asarray(given)
+        value = rows[name].tolist() if hasattr(rows, "columns") else rows[name]
+        array = np.asarray(value)
         kinds = "fiub" if "float" in need["dtype"] else "iub"
         axes = len(need["shape"]) + 1
         if array.dtype.kind not in kinds or array.ndim != axes:
@@ -399,8 +399,8 @@ def check_inputs(rows: Any, spec: Mapping[str, Any]) -> NamedArrays:
                 f"rows: the input {name!r} must be {need['dtype']} of about the shape ({sizes}) "
                 f"(got {array.dtype} {array.shape})"
             )
-        found[name] = array.astype("float32" if "float" in need["dtype"] else need["dtype"])
-    rows_of = {name: len(array) for name, array in found.items()}
+        checked[name] = array.astype("float32" if "float" in need["dtype"] else need["dtype"])
+    rows_of = {name: len(array) for name, array in checked.items()}
     if len(set(rows_of.values())) > 1:
         raise ValueError(f"rows: all inputs must have as many rows (got {rows_of})")
-    return found
+    return checked

@@ -88,12 +88,12 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     those and of predicted classes, and, where nearly all rows are of one class, its share."""
     if not cells.table.size:
         return {}
-    found = compute_scores_by_class(cells)
-    recall = found.recall[found.rows > 0].mean()
-    share = float(found.rows.max() / found.rows.sum())
+    by_class = compute_scores_by_class(cells)
+    recall = by_class.recall[by_class.rows > 0].mean()
+    share = float(by_class.rows.max() / by_class.rows.sum())
     return {
         "balanced_accuracy": float(recall),
-        "macro_f1": float(found.f1.mean()),
+        "macro_f1": float(by_class.f1.mean()),
         **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
     }
 
@@ -108,8 +108,8 @@ def find_chance(cells: ConfusionCells) -> Figures:
         return {}
     so, told, _ = cells.table
     classes = np.union1d(so, told)
-    found = compute_scores_by_class(cells)
-    rows = found.rows.astype(np.float64)
+    by_class = compute_scores_by_class(cells)
+    rows = by_class.rows.astype(np.float64)
     given = np.bincount(np.searchsorted(classes, told), cells.table[2], len(classes))
     total = rows.sum()
     if total < 2:
@@ -128,7 +128,7 @@ def find_chance(cells: ConfusionCells) -> Figures:
     other = apart - by_answer
     diagonal = (rows * given) @ ((each + other) ** 2 - other**2)
     spread = math.sqrt(max(0.0, float(everywhere + diagonal)) / (total - 1))
-    gained = float((found.recall * is_there).sum()) - total * mean
+    gained = float((by_class.recall * is_there).sum()) - total * mean
     return {} if gained > CHANCE_T * spread + 1e-9 else {BY_CHANCE: 1.0}
 
 
@@ -168,15 +168,15 @@ def compute_regression_scores(outputs: np.ndarray, targets: np.ndarray) -> Figur
     if not np.isfinite(outputs).all():
         return {**dict.fromkeys(("mae", "rmse"), float("nan")), **percent}
     error = outputs - targets
-    found = {
+    scores = {
         "mae": float(np.abs(error).mean()),
         "rmse": float(np.sqrt(np.square(error).mean(0)).mean()),
         **percent,
     }
     if (targets != targets[:1]).any():
         spread = np.square(targets - targets.mean(0)).sum()
-        found = {"r2": float(1 - np.square(error).sum() / spread), **found}
-    return found
+        scores = {"r2": float(1 - np.square(error).sum() / spread), **scores}
+    return scores
 
 
 def compute_percentage_error(outputs: np.ndarray, targets: np.ndarray) -> Figures:
@@ -220,7 +220,7 @@ def compute_constant_baseline(
         return {}
     if len(targets) < 2 or not np.isfinite(outputs).all():
         return {}
-    found = {}
+    scores = {}
     for name, (answer,), power in ((MEAN, guess[0], 2), (MEDIAN, guess[1], 1)):
         errors = np.abs(targets - answer) ** power
         gained = errors - np.abs(targets - outputs) ** power
@@ -228,8 +228,8 @@ def compute_constant_baseline(
         is_more = gained.mean() > least * gained.std(ddof=1)
         is_nearer = gained.mean() > 0 and (gained > 0).mean() - 0.5 > least / 2
         if not (is_more or is_nearer):
-            found[name] = float(errors.mean() ** (1 / power))
-    return found
+            scores[name] = float(errors.mean() ** (1 / power))
+    return scores
 
 
 SCORES_FOLDER = "scores"
@@ -242,12 +242,17 @@ def write_class_scores(
 ) -> dict[str, Any]:
     """Write `folder`/scores/PART_classes.csv, a line a class, and PART_confusion.csv, a line
     for each pair of a class and what its rows were predicted to be. Return what a report shows."""
-    found = compute_scores_by_class(cells)
+    by_class = compute_scores_by_class(cells)
     name = _make_class_names(names, int(cells.table[:2].max()) + 1)
     lines = [
         [name[k], int(rows), *(round(float(value), 6) for value in values)]
         for k, rows, *values in zip(
-            found.classes, found.rows, found.precision, found.recall, found.f1, strict=True
+            by_class.classes,
+            by_class.rows,
+            by_class.precision,
+            by_class.recall,
+            by_class.f1,
+            strict=True,
         )
     ]
     pairs = [[name[so], name[told], int(rows)] for so, told, rows in cells.table.T]
@@ -255,9 +260,9 @@ def write_class_scores(
     _write_csv(folder, f"{part}_confusion.csv", ("class", "predicted", "rows"), pairs)
     listed = lines
     if len(lines) > MOST_LISTED:
-        worst = np.argsort(found.f1, kind="stable")[:MOST_LISTED]
+        worst = np.argsort(by_class.f1, kind="stable")[:MOST_LISTED]
         listed = [lines[i] for i in worst]
-    drawn, matrix = _find_most_confused(cells, found.classes)
+    drawn, matrix = _find_most_confused(cells, by_class.classes)
     return {
         "count": len(lines),
         "listed": listed,
@@ -285,8 +290,8 @@ def _find_most_confused(
 
 
 def _make_class_names(names: Sequence[str] | None, count: int) -> list[str]:
-    given = list(names or ())
-    return given + [str(k) for k in range(len(given), count)]
+    known_names = list(names or ())
+    return known_names + [str(k) for k in range(len(known_names), count)]
 
 
 def _write_csv(

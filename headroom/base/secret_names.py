@@ -72,8 +72,8 @@ def is_secret(name: str, value: str) -> bool:
     is_held = any(re.fullmatch(_HOLDER, part) for part in above) and not last.isdigit()
     if is_held and not re.fullmatch(_BESIDE, last):
         return True
-    found = _classify_name(name)
-    return found == "secret" or (found == "perhaps" and is_random_text(value))
+    kind = _classify_name(name)
+    return kind == "secret" or (kind == "perhaps" and is_random_text(value))
 
 
 @lru_cache(1024)

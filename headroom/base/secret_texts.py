@@ -316,12 +316,12 @@ def _may_have(rule: Rule, lower: str) -> bool:
 
 def _find_spans(rule_name: str, text: str) -> Iterator[tuple[int, int]]:
     rule, pattern, at = TEXT_RULES[rule_name], _compile_rule(rule_name), 0
-    while (found := pattern.search(text, at)) is not None:
-        if _is_one(rule, found):
-            yield found.span("secret")
-            at = max(found.end("secret"), at + 1)
+    while (match := pattern.search(text, at)) is not None:
+        if _is_one(rule, match):
+            yield match.span("secret")
+            at = max(match.end("secret"), at + 1)
         else:  # what stands for its value may be the name of the next
-            at = max(found.start("secret"), at + 1)
+            at = max(match.start("secret"), at + 1)
 
 
 def _is_one(rule: Rule, found: re.Match[str]) -> bool:
@@ -413,17 +413,17 @@ def _hide_names(value: Any) -> Any:
 
 def find_secrets(value: Any, setting: str, *, by_name: bool = True) -> dict[str, str]:
     """Return what `hide_secrets` would hide, or a part of, by the dotted names."""
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
 
     def keep(name: str, value: Any) -> Any:
         if _may_hide(value) and not is_hidden(value):
             is_one = by_name and is_secret(name, str(value))
             if is_one or (isinstance(value, str) and hide_in_text(value) != value):
-                found[name] = str(value)
+                secrets[name] = str(value)
         return value
 
     map_values(value, setting, keep)
-    return found
+    return secrets
 
 
 def _may_hide(value: Any) -> bool:

@@ -44,10 +44,10 @@ def seed_everything(seed: int, *, deterministic: bool) -> Iterator[None]:
 def get_random_state(device: torch.device) -> list[Tensor]:
     """Return the state of PyTorch's random number generators: that of the host, then that of
     the device."""
-    found = [torch.get_rng_state()]
+    states = [torch.get_rng_state()]
     if device.type != "cpu":
-        found.append(torch.get_device_module(device).get_rng_state(*_list_devices(device)))
-    return found
+        states.append(torch.get_device_module(device).get_rng_state(*_list_devices(device)))
+    return states
 
 
 def set_random_state(device: torch.device, state: list[Tensor]) -> None:

@@ -51,6 +51,6 @@ def read_ahead(items: Iterable[T]) -> Iterator[T]:
     coming = iter(items)
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(lambda: list(islice(coming, 1)))
-        while found := following.result():
+        while values := following.result():
             following = pool.submit(lambda: list(islice(coming, 1)))
-            yield from found
+            yield from values

@@ -21,16 +21,16 @@ def find_problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -
     prepared: gets their data.
     """
     devices: dict[tuple[str, str], Any] = {}
-    found: dict[str, list[str]] = {}
-    for asked in order:
+    problems: dict[str, list[str]] = {}
+    for one in order:
         try:
-            _check_training(RunConfig.model_validate(asked["config"]), devices, prepared)
+            _check_training(RunConfig.model_validate(one["config"]), devices, prepared)
         except BAD_INPUT as error:
             for line in str(error).splitlines():
-                found.setdefault(line, []).append(asked["label"])
+                problems.setdefault(line, []).append(one["label"])
     return [
         line if len(labels) == len(order) else f"{line} (with {labels[0]})"
-        for line, labels in found.items()
+        for line, labels in problems.items()
     ]
 
 
@@ -52,13 +52,16 @@ def main() -> None:
     """Check the trainings on standard input, and print the problems, devices and tasks."""
     order = json.load(sys.stdin)
     prepared: dict[str, DataFacts] = {}
-    told = {"problems": find_problems(order, prepared), "devices": [] if order else list_devices()}
+    answer = {
+        "problems": find_problems(order, prepared),
+        "devices": [] if order else list_devices(),
+    }
     tasks = sorted({data.task for data in prepared.values()})
     rows: dict[str, set[str]] = {}
     for data in prepared.values():  # of loaders nobody knows more than how many rows they have
         rows.setdefault(data.source, set()).add(data.fingerprint or f"{data.train_rows} rows")
-    found = {source: ", ".join(sorted(of)) for source, of in rows.items()}
-    print(json.dumps({**told, "tasks": tasks, "data": found}))
+    fingerprints = {source: ", ".join(sorted(of)) for source, of in rows.items()}
+    print(json.dumps({**answer, "tasks": tasks, "data": fingerprints}))
 
 
 if __name__ == "__main__":

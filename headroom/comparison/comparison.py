@@ -92,17 +92,17 @@ class Comparison:
 
     def read(self) -> list[Group]:
         """Return the runs that were asked for, by group. Raises TrackingError."""
-        found = (
+        groups = (
             self.store.read_runs(self.asked.runs)
             if self.asked.runs
             else self.store.read_newest(last=self.asked.last, query=self.asked.filter)
         )
-        if not found:
+        if not groups:
             where = self.store.where.experiment
             raise TrackingError(f"--filter: no training of {where!r} is found")
-        self.title = f"{len(found):,} runs of {self.store.where.experiment}"
+        self.title = f"{len(groups):,} runs of {self.store.where.experiment}"
         self.status = "FINISHED"
-        return group_runs([MeasuredRun(**run) for run in found])
+        return group_runs([MeasuredRun(**run) for run in groups])
 
     def compare(self, groups: Sequence[Group]) -> ComparisonReport:
         """Return the report on these groups; that on a search is told by its trials."""
@@ -176,13 +176,13 @@ class Comparison:
             return
         metrics = [*list_shown(Place.GOAL), *list_shown(Place.BEST_RUN)]
         figures = {metric: best.compute_median(metric) for metric in metrics}
-        known = {metric: value for metric, value in figures.items() if value is not None}
+        measured = {metric: value for metric, value in figures.items() if value is not None}
         # A search keeps its best trial's settings and tags itself.
-        told = {} if self.trials is not None else {"best": best.label}
+        tags = {} if self.trials is not None else {"best": best.label}
         points = self.store.read_series(best.done[0].run_id, goal.name, most=CURVE_POINTS)
         step = points[-1][0] if points else 0  # where the best one's curve ends
-        settings = best.settings if told else None
-        self.store.set_tags(run_id, told, params=settings, metrics=known, step=step)
+        settings = best.settings if tags else None
+        self.store.set_tags(run_id, tags, params=settings, metrics=measured, step=step)
 
     def _describe_interruption(self) -> list[str]:
         """Return how far the trainings have come, and what goes on with them."""
@@ -274,8 +274,8 @@ def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
 
         trials = Trials(asked.search, state, goal=goal, base=asked.base)
     if state.ended:
-        told = f"going on: {len(state.ended)} of {asked.count} have ended"
-        print(f"{told}, and are taken over; --anew trains all anew", file=sys.stderr)
+        message = f"going on: {len(state.ended)} of {asked.count} have ended"
+        print(f"{message}, and are taken over; --anew trains all anew", file=sys.stderr)
     kind = "compare" if trials is None else "search"
     varied = ", ".join(shorten_names(asked.varied)) or asked.base.model.name
     name = asked.base.run.name or f"{kind}-{varied} {make_timestamp()}"

@@ -137,12 +137,12 @@ def find_work_classes(groups: Sequence[Group]) -> list[WorkClass]:
     """Return the groups by the work of their steps, in their order."""
     is_known = all(group.find_tag(ALIKE) for group in groups if group.done)
     left_out = (*SAME_WORK, OPTIMIZER) if is_known else SAME_WORK
-    found: dict[tuple[object, ...], list[Group]] = {}
+    classes: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
-        asked = tuple(v for n, v in group.settings.items() if not n.startswith(left_out))
-        work = (*asked, *(group.find_tag(name) for name in (ALIKE, *COMPUTED)))
-        found.setdefault(work, []).append(group)
-    return [WorkClass.collect(members, groups) for members in found.values()]
+        values = tuple(v for n, v in group.settings.items() if not n.startswith(left_out))
+        work = (*values, *(group.find_tag(name) for name in (ALIKE, *COMPUTED)))
+        classes.setdefault(work, []).append(group)
+    return [WorkClass.collect(members, groups) for members in classes.values()]
 
 
 def _find_shared(members: Sequence[Group], groups: Sequence[Group]) -> dict[str, str]:
@@ -215,22 +215,22 @@ def _find_noise(run: MeasuredRun) -> Noise | None:
     speeds = [math.log(speed) for speed in run.recent_speeds if speed > 0]
     if len(speeds) < LEAST_SPEEDS:
         return None
-    found = Noise(stdev(speeds), len(speeds) - 1.0)
-    return found if found.deviation > SINGLE_NOISE else Noise(SINGLE_NOISE)
+    noise = Noise(stdev(speeds), len(speeds) - 1.0)
+    return noise if noise.deviation > SINGLE_NOISE else Noise(SINGLE_NOISE)
 
 
 def _describe_single_noise(classes: Sequence[WorkClass]) -> str:
     """Return what is taken for the noise of speeds where there is one run of each."""
     runs = [run for one in classes for run in one.judged.runs]
     known = [noise.deviation for run in runs if (noise := _find_noise(run)) is not None]
-    told = f"{format_percent(SINGLE_NOISE)} is taken for it"
+    source = f"{format_percent(SINGLE_NOISE)} is taken for it"
     if known and max(known) > SINGLE_NOISE:
         most = format_percent(max(known))
-        told += f", and of a speed what it varied by from log point to log point, up to {most}"
+        source += f", and of a speed what it varied by from log point to log point, up to {most}"
     if left := len(runs) - len(known):
         of = f"that of {left} of {len(runs)}" if known else "any"
-        told += f"; no difference of {of} in speed is told, since they logged too few to show it"
-    return told
+        source += f"; no difference of {of} in speed is told, since they logged too few to show it"
+    return source
 
 
 def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> list[str]:
@@ -350,13 +350,13 @@ def _describe_epochs(groups: Sequence[Group]) -> list[str]:
     beside = sorted(
         ((s, name) for name, s in parts.items() if name not in STEP_PARTS), reverse=True
     )
-    told = [
+    sentences = [
         f"{format_seconds(s)} {name}" for s, name in beside if s >= MIN_SHARE * sum(parts.values())
     ]
     whole = format_seconds(sum(parts.values()))
     return [
         f"Steps are {format_percent(share(parts))} of an epoch of {group.called} ({whole}); beside "
-        f"them {', '.join(told)}"
+        f"them {', '.join(sentences)}"
     ]
 
 
@@ -374,9 +374,9 @@ def _describe_slowness(one: WorkClass, base: WorkClass, speeds: SpeedTests) -> s
         _format_times(math.exp(of_pair[at, of]))
         for of_pair in (tests.low, tests.difference, tests.high)
     )
-    told = f"is {times}x slower than {base.group.called} ({low} to {high})"
+    sentence = f"is {times}x slower than {base.group.called} ({low} to {high})"
     causes = _describe_causes(one.judged, base.judged)
-    return f"{told}: of the difference {', '.join(causes)}" if causes else told
+    return f"{sentence}: of the difference {', '.join(causes)}" if causes else sentence
 
 
 def _format_times(value: float) -> str:
@@ -395,11 +395,11 @@ def _describe_causes(group: Group, base: Group) -> list[str]:
     shares = compute_shares(mine, its)
     if sum(share for share in shares.values() if share < 0) < -ROUNDING:
         return []
-    told = [n for n, s in shares.items() if s >= MIN_SHARE and _is_held(n, group, base)]
+    phases = [n for n, s in shares.items() if s >= MIN_SHARE and _is_held(n, group, base)]
     return [
         f"{format_percent(shares[name])} {name}{_explain_phase(name, group, base)}"
-        for name in told
-        if told != [OTHER]
+        for name in phases
+        if phases != [OTHER]
     ]
 
 
@@ -412,7 +412,7 @@ def _is_held(phase: str, group: Group, base: Group) -> bool:
 
 
 def _explain_phase(phase: str, group: Group, base: Group) -> str:
-    told = []
+    causes = []
     asked = {name.rpartition(".")[2] for name in group.settings}  # which says it already
     for name in WHY.get(phase, ()):
         mine, its = group.find_tag(name), base.find_tag(name)
@@ -420,8 +420,8 @@ def _explain_phase(phase: str, group: Group, base: Group) -> str:
             continue
         if mine and its and mine != its:
             reason = group.find_tag(f"{name}.reason")
-            told.append(f"{name} {mine} against {its}" + (f": {reason}" if reason else ""))
-    return f" ({'; '.join(told)})" if told else ""
+            causes.append(f"{name} {mine} against {its}" + (f": {reason}" if reason else ""))
+    return f" ({'; '.join(causes)})" if causes else ""
 
 
 def _describe_memory(group: Group, base: Group) -> str:
@@ -495,8 +495,8 @@ def describe_scores(groups: Sequence[Group]) -> list[str]:
         return [f"{best_line} ({gap})", *_limit(lines[1:], "are worse")]
     others = [f"{judged[at].called} ({shown[at]})" for at in equal[:MOST_NAMED]]
     others += [f"{len(equal) - MOST_NAMED:,} more"] if len(equal) > MOST_NAMED else []
-    told = f"{name} ({value}) cannot be told apart from {'; '.join(others)} by {score}"
-    return [told, *_limit(lines, "are worse")]
+    sentence = f"{name} ({value}) cannot be told apart from {'; '.join(others)} by {score}"
+    return [sentence, *_limit(lines, "are worse")]
 
 
 def _find_resolution(values: Sequence[Sequence[float]]) -> float:

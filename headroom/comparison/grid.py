@@ -41,8 +41,8 @@ class Cell:
 
     @property
     def label(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        return make_printable(told or self.config.model.name, limit=200)
+        text = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return make_printable(text or self.config.model.name, limit=200)
 
     @property
     def turn(self) -> str:
@@ -83,27 +83,29 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
 
     Raises ConfigError.
     """
-    found: dict[str, list[str]] = {DEVICE: split_values(devices)} if devices is not None else {}
+    axes: dict[str, list[str]] = {DEVICE: split_values(devices)} if devices is not None else {}
     problems = []
     for text in vary:
         name, equals, given = text.removeprefix("--").partition("=")
-        told = make_printable(text, limit=80)
+        shown = make_printable(text, limit=80)
         if not equals:
-            problems.append(f"--vary {told}: must be NAME=VALUE,VALUE")
+            problems.append(f"--vary {shown}: must be NAME=VALUE,VALUE")
             continue
-        if name in found:
-            problems.append(f"--vary {told}: {name} is varied already; give all its values at once")
+        if name in axes:
+            problems.append(
+                f"--vary {shown}: {name} is varied already; give all its values at once"
+            )
         elif is_secret(name, given) or redact(given) != given:
             problems.append(f"--vary {name}: is a secret, which no page of a comparison may show")
         elif name.startswith("run."):
-            problems.append(f"--vary {told}: {name} is a name, and makes no other training")
-        found.setdefault(name, split_values(given))
-    for name, values in found.items():
+            problems.append(f"--vary {shown}: {name} is a name, and makes no other training")
+        axes.setdefault(name, split_values(given))
+    for name, values in axes.items():
         if not all(values) or len(set(values)) < len(values):
             wrong = "one that is empty" if not all(values) else "one twice"
             problems.append(f"{name}: {wrong} among its values ({', '.join(map(repr, values))})")
     count = 1
-    for values in found.values():
+    for values in axes.values():
         count *= len(values)
     if count > MAX_TRAININGS:
         problems.append(
@@ -111,7 +113,7 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
         )
     if problems:
         raise ConfigError(*problems)
-    return found
+    return axes
 
 
 def split_values(text: str) -> list[str]:
@@ -195,11 +197,11 @@ class GridCheck:
             self._process.wait()
             raise
         try:
-            told: dict[str, Any] = json.loads(out.splitlines()[-1])
+            answer: dict[str, Any] = json.loads(out.splitlines()[-1])
         except (ValueError, IndexError):
             last = (err.splitlines() or ["it said nothing"])[-1]
             raise ConfigError(f"--vary: could not be checked: {redact(last)}") from None
-        if told["problems"]:
-            raise ConfigError(*told["problems"])
-        self.tasks, self.data = told["tasks"], told["data"]
-        return [*told["devices"]]
+        if answer["problems"]:
+            raise ConfigError(*answer["problems"])
+        self.tasks, self.data = answer["tasks"], answer["data"]
+        return [*answer["devices"]]

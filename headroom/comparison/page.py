@@ -105,13 +105,13 @@ def draw_plots(
 def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
     """Draw the values by the number of the trial; a pruned trial with its last value."""
     values = {g.number: (g.state, g.runs[0].metrics.get(goal.name)) for g in groups}
-    told = {n: (state, v) for n, (state, v) in sorted(values.items()) if v is not None}
-    done = [(n, v) for n, (state, v) in told.items() if state == "FINISHED"]
+    shown = {n: (state, v) for n, (state, v) in sorted(values.items()) if v is not None}
+    done = [(n, v) for n, (state, v) in shown.items() if state == "FINISHED"]
     if not done:
         return None
     axes = make_panels(1)[0]
     for state, colour, mark in (("FINISHED", BLUE, "o"), ("PRUNED", GREY, "x")):
-        points = [(n, v) for n, (of, v) in told.items() if of == state]
+        points = [(n, v) for n, (of, v) in shown.items() if of == state]
         if points:
             at, height = zip(*points, strict=True)
             axes.scatter(at, height, c=colour, marker=mark, label=state.lower())
@@ -151,13 +151,13 @@ def _make_row_axes(groups: Sequence[Group], *, title: str) -> tuple[Axes, Figure
 
 
 def _draw_speed(groups: Sequence[Group]) -> Figure | None:
-    known = [group for group in groups if group.compute_median(SPEED)][:MAX_GROUPS]
-    if not known:
+    measured = [group for group in groups if group.compute_median(SPEED)][:MAX_GROUPS]
+    if not measured:
         return None
-    axes, figure = _make_row_axes(known, title="samples a second")
-    speeds = [group.compute_median(SPEED) or 0.0 for group in known]
-    spreads = [group.compute_spread(SPEED) or 0.0 for group in known]
-    axes.barh(range(len(known)), speeds, xerr=spreads, color=COLOURS[0], height=0.55)
+    axes, figure = _make_row_axes(measured, title="samples a second")
+    speeds = [group.compute_median(SPEED) or 0.0 for group in measured]
+    spreads = [group.compute_spread(SPEED) or 0.0 for group in measured]
+    axes.barh(range(len(measured)), speeds, xerr=spreads, color=COLOURS[0], height=0.55)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(0, 1.18 * max(map(sum, zip(speeds, spreads, strict=True))))
     for place, (speed, spread) in enumerate(zip(speeds, spreads, strict=True)):
@@ -169,16 +169,16 @@ def _draw_speed(groups: Sequence[Group]) -> Figure | None:
 def _draw_stacked(
     groups: Sequence[Group], parts_of: Callable[[Group], dict[str, float]], title: str
 ) -> Figure | None:
-    known = [(group, parts) for group in groups if (parts := parts_of(group))][:MAX_GROUPS]
-    if not known:
+    measured = [(group, parts) for group in groups if (parts := parts_of(group))][:MAX_GROUPS]
+    if not measured:
         return None
-    axes, figure = _make_row_axes([group for group, _ in known], title=title)
-    names = list(dict.fromkeys(name for _, parts in known for name in parts))
-    left = [0.0] * len(known)
+    axes, figure = _make_row_axes([group for group, _ in measured], title=title)
+    names = list(dict.fromkeys(name for _, parts in measured for name in parts))
+    left = [0.0] * len(measured)
     for colour, name in zip(COLOURS, names, strict=False):
-        sizes = [max(0.0, parts.get(name, 0.0)) for _, parts in known]
+        sizes = [max(0.0, parts.get(name, 0.0)) for _, parts in measured]
         if any(sizes):
-            axes.barh(range(len(known)), sizes, left=left, color=colour, height=0.55, label=name)
+            axes.barh(range(len(measured)), sizes, left=left, color=colour, height=0.55, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     _place_legend(figure, columns=7)
     return figure
@@ -212,10 +212,10 @@ def _draw_memory(groups: Sequence[Group]) -> Figure | None:
     if figure is None or len(totals) != 1 or not (total := next(iter(totals))):
         return figure
     axes = figure.axes[0]
-    told = f"the device has {float(total):,.0f}"
+    note = f"the device has {float(total):,.0f}"
     if float(total) <= NEAR * axes.get_xlim()[1]:
         axes.axvline(float(total), color=VERMILION, linewidth=1.2)
-    axes.set_title(told, loc="right", fontsize=9, color=GREY)
+    axes.set_title(note, loc="right", fontsize=9, color=GREY)
     return figure
 
 
@@ -460,15 +460,15 @@ def _make_html_list(title: str, lines: Sequence[str]) -> str:
 
 def _make_share_tables(groups: Sequence[Group]) -> str:
     """Return the sums behind the sentences as HTML tables, for those who check them."""
-    told = []
+    tables = []
     for title, parts_of, say in (
         ("Time of 1,000 samples, by phase", differences.compute_time_parts, format_milliseconds),
         ("Time of an epoch", compute_epoch_parts, format_seconds),
         ("Memory at the peak, by owner", differences.compute_memory_parts, format_mebibytes),
     ):
-        known = [(group, parts) for group in groups if (parts := parts_of(group))]
-        names = list(dict.fromkeys(name for _, parts in known for name in parts))
-        if known:
+        measured = [(group, parts) for group in groups if (parts := parts_of(group))]
+        names = list(dict.fromkeys(name for _, parts in measured for name in parts))
+        if measured:
             heads = "".join(f'<th class="n">{escape(name)}</th>' for name in ("all", *names))
             rows = "".join(
                 f"<tr><td>{escape(group.label)}</td>"
@@ -477,23 +477,23 @@ def _make_share_tables(groups: Sequence[Group]) -> str:
                     for size in (sum(parts.values()), *(parts.get(n, 0.0) for n in names))
                 )
                 + "</tr>"
-                for group, parts in known[:MOST_ROWS]
+                for group, parts in measured[:MOST_ROWS]
             )
             table = f'<table class="runs"><tr><th></th>{heads}</tr>{rows}</table>'
-            told.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
-    return "".join(told)
+            tables.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
+    return "".join(tables)
 
 
 def _describe_common(groups: Sequence[Group]) -> list[str]:
     """Return what a reader has to know of all of these runs, where it is the same in all."""
     runs: list[MeasuredRun] = [run for group in groups for run in group.runs if run.params]
-    told = []
+    sentences = []
     for name in SHARED_SETTINGS:
         values = {run.params.get(name, "") for run in runs}
         if len(values) == 1 and (value := values.pop()) not in ("", "None"):
-            told.append(f"{name}: {make_printable(value, limit=200)}")
+            sentences.append(f"{name}: {make_printable(value, limit=200)}")
     for name in ("device", "device.model", "torch.version"):
         values = {run.tags.get(name, "") for run in runs if run.is_done}
         if len(values) == 1 and (value := values.pop()):
-            told.append(f"{name}: {value}")
-    return told
+            sentences.append(f"{name}: {value}")
+    return sentences

@@ -86,18 +86,18 @@ class _Pairs:
         numbers = tuple(float(of[at]) for of in self.count)
         freedom = tuple(float(of[at]) for of in self.freedom)
         if self.shared is None:
-            found = [
+            drawn = [
                 draw_variance(float(v[at]), f) for v, f in zip(self.variance, freedom, strict=True)
             ]
-            return _Pairs(numbers, (found[0], found[1]), freedom)  # type: ignore[arg-type]
+            return _Pairs(numbers, (drawn[0], drawn[1]), freedom)  # type: ignore[arg-type]
         own = [n - 1 for n in numbers]
-        found = [draw_variance(self.shared, f) for f in own]
+        drawn = [draw_variance(self.shared, f) for f in own]
         rest = self.of_shared - sum(own)
-        shared = sum(f * v for f, v in zip(own, found, strict=True))
+        shared = sum(f * v for f, v in zip(own, drawn, strict=True))
         shared = (shared + rest * draw_variance(self.shared, rest)) / self.of_shared
-        found = [v if f else shared for f, v in zip(own, found, strict=True)]
+        drawn = [v if f else shared for f, v in zip(own, drawn, strict=True)]
         of_own = tuple(f or self.of_shared for f in own)
-        return _Pairs(numbers, (found[0], found[1]), of_own, shared, self.of_shared)  # type: ignore[arg-type]
+        return _Pairs(numbers, (drawn[0], drawn[1]), of_own, shared, self.of_shared)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def _compute_quantile(level: Matrix, freedom: Matrix) -> Matrix:
     """Return how many standard errors the interval of this level reaches to either side."""
     from scipy.special import stdtrit
 
-    found: Matrix = -stdtrit(freedom, level / 2)
-    return found
+    quantile: Matrix = -stdtrit(freedom, level / 2)
+    return quantile
 
 
 def _apply_holm(p: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:

@@ -156,9 +156,9 @@ def shorten_values(values: Sequence[str]) -> list[str]:
         begin = len(os.path.commonprefix(list(values)))
         begin = max((values[0].rfind(mark, 0, begin) for mark in "/\\ ,"), default=-1) + 1
         parts = [value if begin == 0 else f"{ELLIPSIS}{value[begin:]}" for value in values]
-    told = [make_printable(part, limit=LETTERS) for part in parts]
-    if len({*told}) == len({*values}):
-        return told
+    shown = [make_printable(part, limit=LETTERS) for part in parts]
+    if len({*shown}) == len({*values}):
+        return shown
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values), 1)}
     return [
         f"{make_printable(part, limit=LETTERS - 6)} ({numbers[value]})"
@@ -168,8 +168,8 @@ def shorten_values(values: Sequence[str]) -> list[str]:
 
 def _join_differing(mapping: dict[Any, Any], mappings: Sequence[dict[Any, Any]]) -> str:
     keys = dict.fromkeys(key for one in mappings for key in one)
-    told = [key for key in keys if len({repr(one.get(key, "-")) for one in mappings}) > 1]
-    return ", ".join(f"{key}: {mapping.get(key, '-')}" for key in told)
+    names = [key for key in keys if len({repr(one.get(key, "-")) for one in mappings}) > 1]
+    return ", ".join(f"{key}: {mapping.get(key, '-')}" for key in names)
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
@@ -184,17 +184,19 @@ def shorten_names(names: Sequence[str]) -> list[str]:
 
 def find_differing(runs: Sequence[MeasuredRun]) -> list[str]:
     """Return the params, then the tags of COMPARED_TAGS, that have several values here."""
-    known = [run for run in runs if run.params]
-    params = sorted({name for run in known for name in run.params if name not in IGNORED_SETTINGS})
-    asked = [name for name in params if _count_values(known, name) > 1]
-    asked = [name for name in asked if name != SEED] or asked
-    if asked == [SEED]:
-        asked = []
+    with_params = [run for run in runs if run.params]
+    params = sorted(
+        {name for run in with_params for name in run.params if name not in IGNORED_SETTINGS}
+    )
+    settings = [name for name in params if _count_values(with_params, name) > 1]
+    settings = [name for name in settings if name != SEED] or settings
+    if settings == [SEED]:
+        settings = []
     done = [run for run in runs if run.is_done]
-    found = [name for name in COMPARED_TAGS if _count_values(done, name) > 1]
+    tags = [name for name in COMPARED_TAGS if _count_values(done, name) > 1]
     if all("device" in run.tags for run in done):  # says what it came to
-        asked = [name for name in asked if name != "device.name"]
-    return asked + found
+        settings = [name for name in settings if name != "device.name"]
+    return settings + tags
 
 
 def _count_values(runs: Iterable[MeasuredRun], name: str) -> int:
@@ -224,9 +226,9 @@ def choose_goal(groups: Sequence[Group], goal: Goal | None = None) -> Goal | Non
 def find_best_group(groups: Sequence[Group], goal: Goal) -> Group | None:
     """Return the group whose median is best; None where none has one."""
     medians = {i: group.compute_median(goal.name) for i, group in enumerate(groups)}
-    known = {i: value for i, value in medians.items() if value is not None}
-    best = goal.choose_best(known.values()) if known else None
-    return next((groups[i] for i, value in known.items() if value == best), None)
+    values = {i: value for i, value in medians.items() if value is not None}
+    best = goal.choose_best(values.values()) if values else None
+    return next((groups[i] for i, value in values.items() if value == best), None)
 
 
 def find_peak_metric(groups: Sequence[Group]) -> str:

@@ -75,8 +75,8 @@ class Trials:
         """
         left = []
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
-            if (known := self.comparison.ended.get(trial.number + 1)) is not None:
-                self._tell(known)
+            if (end := self.comparison.ended.get(trial.number + 1)) is not None:
+                self._tell(end)
             elif len(trial.params) < len(self._distributions):
                 error = "the search was ended while this was drawn"
                 self._tell(
@@ -219,20 +219,20 @@ class Trials:
         assert self.best is not None
         trial = self.study.trials[self.best.number - 1]
         settings = format_params(self.search.axes, trial.params)
-        asked = {**settings, **self._find_device(trial)}
-        flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+        flags_of_trial = {**settings, **self._find_device(trial)}
+        flags = [word for name, value in flags_of_trial.items() for word in (f"--{name}", value)]
         words = ["python", "-m", "flows.train", *self.search.words, *flags]
         return settings, shlex.join(words)
 
     def make_groups(self, runs: Sequence[MeasuredRun]) -> list[Group]:
         """Return a group for each trial, those that finished first, the best of them on top; its
         repeats are in its group."""
-        found: list[Group] = []
+        groups: list[Group] = []
         for cell, run in zip(self.list_cells(), runs, strict=True):
             if self._is_repeat(cell.number) and self.best is not None:
-                found[self.best.number - 1].runs.append(run)
+                groups[self.best.number - 1].runs.append(run)
             else:
-                found.append(Group(cell.settings, [run], cell.number, is_trial=True))
+                groups.append(Group(cell.settings, [run], cell.number, is_trial=True))
 
         def rank(group: Group) -> tuple[int, float, int]:
             value = group.runs[0].metrics.get(self.goal.name, math.nan)
@@ -241,7 +241,7 @@ class Trials:
             at = order.index(group.state) if group.state in order else len(order)
             return at, value if math.isfinite(value) else math.inf, group.number
 
-        return sorted(found, key=rank)
+        return sorted(groups, key=rank)
 
     def list_cells(self) -> list[Cell]:
         """Return all trainings, the repeats last."""
@@ -354,13 +354,13 @@ def read_evaluations(
     journal: Path, offset: int, metric: str
 ) -> tuple[list[tuple[int, float]], int]:
     """Return epoch and metric of each evaluation behind that offset, and the next offset."""
-    found: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
     if journal.exists():
         with journal.open("rb") as lines:
             for batch, offset in read_metric_batches(lines, offset):  # noqa: B007, B020 (its last is a result)
                 for name, value, _, step in batch:
                     if name in (metric, EPOCH):
-                        found.setdefault(step, {}).setdefault(name, value)
-    epochs = [at for _, at in sorted(found.items()) if metric in at and EPOCH in at]
+                        evaluations.setdefault(step, {}).setdefault(name, value)
+    epochs = [at for _, at in sorted(evaluations.items()) if metric in at and EPOCH in at]
     whole = [at for at in epochs if at[EPOCH].is_integer()]  # others are within an epoch
     return [(int(at[EPOCH]), at[metric]) for at in whole], offset

@@ -104,10 +104,10 @@ def parse_range(values: Sequence[str], name: str = "") -> Range | None:
     if kind.startswith("integer"):
         is_whole = all(number.is_integer() for number in numbers)
         ends = [str(int(number)) for number in numbers] if is_whole else ends
-    found = Range((ends[0], ends[1]), is_whole and not kind.startswith("number"))
-    if found.low >= found.high:
+    axis_range = Range((ends[0], ends[1]), is_whole and not kind.startswith("number"))
+    if axis_range.low >= axis_range.high:
         raise ConfigError(f"{name}: must be LOW..HIGH with LOW below HIGH (got {values[0][:80]!r})")
-    return found
+    return axis_range
 
 
 def parse_ranges(found: Mapping[str, Sequence[str]], *, how: str) -> Axes:
@@ -143,16 +143,16 @@ def make_probes(search: Search) -> list[dict[str, str]]:
     values = {n: v.ends if isinstance(v, Range) else v for n, v in search.axes.items()}
     first = {name: of[0] for name, of in values.items()}
     last = {name: of[-1] for name, of in values.items()}
-    found = []
+    probes = []
     for name, value in [(name, value) for name, of in values.items() for value in of]:
-        asked = {**first, name: value}
+        probe = {**first, name: value}
         try:
-            search.resolve(asked)
+            search.resolve(probe)
         except ConfigError:
-            asked = {**last, name: value}
-        found.append(asked)
-    found += [{**first, "device.name": device} for device in search.devices]
-    return [one for at, one in enumerate(found) if one not in found[:at]]
+            probe = {**last, name: value}
+        probes.append(probe)
+    probes += [{**first, "device.name": device} for device in search.devices]
+    return [one for at, one in enumerate(probes) if one not in probes[:at]]
 
 
 def is_optuna_here() -> bool:
@@ -173,8 +173,8 @@ def find_goal(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
         scores = list_shown(Place.GOAL)
         return find_goal(next(score for score in scores if score in shared), tasks, own)
     if (colon and direction not in ("min", "max")) or name not in (*shared, *mine):
-        known = ", ".join(shared + mine)
-        raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {known}")
+        choices = ", ".join(shared + mine)
+        raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {choices}")
     if name in mine and name not in shared and not colon:
         raise ConfigError(f"--goal {name}: is your own; say min:{name} or max:{name}")
     return Goal.parse(asked)

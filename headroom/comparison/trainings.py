@@ -79,7 +79,7 @@ class ComparisonFolder:
         return ended
 
     def keep(self) -> None:
-        told = {
+        state = {
             "asked": self.asked,
             "run_id": self.run_id,
             "is_over": self.is_over,
@@ -87,7 +87,7 @@ class ComparisonFolder:
             "ended": [asdict(one) for one in self.ended.values()],
         }
         half = self.folder / f"{STATE}.new"
-        half.write_text(json.dumps(told, indent=1))
+        half.write_text(json.dumps(state, indent=1))
         half.rename(self.folder / STATE)
 
 
@@ -114,26 +114,26 @@ def describe_inputs(cells: Sequence[Cell], data: Mapping[str, str]) -> Inputs:
 
 
 def _hash(*parts: bytes) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.hexdigest()[:16]
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def _describe_changes(before: Inputs, now: Inputs) -> list[str]:
     """Return in words what differs."""
-    found = []
+    changes = []
     for kind, names in now.items():
         was = before.get(kind, names)
         for name in dict.fromkeys([*was, *names]):
             old, new = was.get(name, "absent"), names.get(name, "absent")
             if old != new and kind == "settings" and name != "--vary":
-                told = (make_printable(value, limit=60) for value in (old, new))
-                found.append("{} was {} and is {}".format(name, *told))
+                shown = (make_printable(value, limit=60) for value in (old, new))
+                changes.append("{} was {} and is {}".format(name, *shown))
             elif old != new:
                 what = f"the {kind} differs ({name})"
-                found.append(what if kind != "settings" else "other values vary")
-    return found
+                changes.append(what if kind != "settings" else "other values vary")
+    return changes
 
 
 def open_comparison(
@@ -146,24 +146,24 @@ def open_comparison(
     """
     inputs = inputs or {}
     for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
-        told = read_json(file)
-        if told.get("asked") != asked or told.get("is_over"):
+        state = read_json(file)
+        if state.get("asked") != asked or state.get("is_over"):
             continue
         lock = FileLock(file.parent / LOCK)
         if not lock.take():
             lock.close()
             continue
-        ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
-        found = ComparisonFolder(file.parent, asked, told.get("run_id", ""), False, ended, lock)
-        found.inputs, found.taken_over = told.get("inputs") or inputs, [*ended]
-        changes = _describe_changes(found.inputs, inputs)
+        ended = {one["number"]: TrainingEnd(**one) for one in state.get("ended", ())}
+        opened = ComparisonFolder(file.parent, asked, state.get("run_id", ""), False, ended, lock)
+        opened.inputs, opened.taken_over = state.get("inputs") or inputs, [*ended]
+        changes = _describe_changes(opened.inputs, inputs)
         if not (is_anew or changes):
-            return found
-        found.is_over = is_anew or not ended  # then nothing is lost
-        if found.is_over:
-            found.keep()
+            return opened
+        opened.is_over = is_anew or not ended  # then nothing is lost
+        if opened.is_over:
+            opened.keep()
         lock.close()
-        if not found.is_over:
+        if not opened.is_over:
             raise ConfigError(
                 f"--anew: these words were interrupted when {len(ended)} of the trainings had "
                 f"ended, and now {'; '.join(changes)}. Put that back, and they go on; or add "
@@ -335,9 +335,9 @@ def _read_end(comparison: ComparisonFolder, cell: Cell, code: int, runs: Path) -
     """
     folder = _find_folder(comparison, cell, runs)
     start = read_start(folder) if folder is not None else None
-    told: Mapping[str, Any] = read_json(folder / "run.json") if folder is not None else {}
-    status = told.get("status") or ("KILLED" if code < 0 else "FAILED")
-    error = str(told.get("error") or "")
+    run: Mapping[str, Any] = read_json(folder / "run.json") if folder is not None else {}
+    status = run.get("status") or ("KILLED" if code < 0 else "FAILED")
+    error = str(run.get("error") or "")
     if code and not error:
         error = _read_last_line(comparison.folder / f"{cell.number:04d}.log") or f"exit code {code}"
     ended = TrainingEnd(cell.number, status, start.run_id if start is not None else "")

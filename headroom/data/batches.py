@@ -129,8 +129,8 @@ class RankShare:
         chunks = order.split(batch_size)
         parts = [chunk[self._share.find_slice(len(chunk))] for chunk in chunks]
         # All but the last are of one size, as the whole batches are, and the last is no larger.
-        found = self.whole.iterate_shuffled(len(parts[0]), torch.cat(parts), mark)
-        return self._weigh_batches(found, map(len, chunks))
+        batches = self.whole.iterate_shuffled(len(parts[0]), torch.cat(parts), mark)
+        return self._weigh_batches(batches, map(len, chunks))
 
     def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of each batch, in file order; as many on every rank."""

@@ -67,16 +67,18 @@ def make_patterns(decimal: str) -> dict[int, str]:
     it take, and the first that fits counts."""
     # What Python's float() takes, infinities left out.
     plain = rf"[+-]?([0-9]+([{decimal}][0-9]*)?|[{decimal}][0-9]+)([eE][+-]?[0-9]+)?"
-    found = {CODE: "0[0-9]+", DIGITS: "[0-9]+", NUMERAL: plain, WRITTEN: f"{_OTHERWISE}|{_DATE}"}
+    patterns = {CODE: "0[0-9]+", DIGITS: "[0-9]+", NUMERAL: plain, WRITTEN: f"{_OTHERWISE}|{_DATE}"}
     # Most texts are none of these, as this finds out four times faster than the one before it.
-    found[TEXT_TYPE] = "[^A-Za-z]*(?:[A-Z]{3}[^A-Za-z]*)?[0-9](?s:.*)"
-    return {form: rf"^\s*(?:{pattern})\s*$" for form, pattern in found.items()}
+    patterns[TEXT_TYPE] = "[^A-Za-z]*(?:[A-Z]{3}[^A-Za-z]*)?[0-9](?s:.*)"
+    return {form: rf"^\s*(?:{pattern})\s*$" for form, pattern in patterns.items()}
 
 
 def find_form(text: str, decimal: str) -> int:
     """Return which of FORMS a text has."""
-    known = make_patterns(decimal).items()
-    return next((form for form, pattern in known if re.match(pattern, text, re.ASCII)), TEXT_TYPE)
+    patterns = make_patterns(decimal).items()
+    return next(
+        (form for form, pattern in patterns if re.match(pattern, text, re.ASCII)), TEXT_TYPE
+    )
 
 
 def is_number(text: str) -> bool:
@@ -141,10 +143,10 @@ def trim_cells(cells: pa.Array, spelling: Spelling) -> pa.Array:
 @cache
 def _make_texts(words: tuple[str, ...]) -> pa.Array:
     """As pa.array would, which imports pandas."""
-    given = [word.encode() for word in words]
-    ends = np.cumsum([0, *map(len, given)], dtype=np.int32)
+    encoded = [word.encode() for word in words]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     return pa.Array.from_buffers(
-        pa.string(), len(given), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(given))]
+        pa.string(), len(encoded), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
     )
 
 
@@ -178,8 +180,8 @@ def find_stray_cell(cells: pa.Array, kinds: Sequence[pa.DataType], spelling: Spe
 
 
 def _hold_codes(cells: pa.Array) -> bool:
-    found = compute.match_substring_regex(cells, make_patterns(".")[CODE])
-    return bool(compute.any(found).as_py())
+    matches = compute.match_substring_regex(cells, make_patterns(".")[CODE])
+    return bool(compute.any(matches).as_py())
 
 
 @dataclass(frozen=True)
@@ -301,26 +303,26 @@ class ColumnSummary:
         if self.holes == self.rows:
             mend = "choose another target" if is_target else LEAVE_OUT
             return f"{where}: holds no value in any row; {mend}"
-        found = None
+        problem = None
         if not is_target and kind in (TEXT, CATEGORY):
-            found = self._text_problem() or self._words_problem(where)
+            problem = self._text_problem() or self._words_problem(where)
         elif not is_target:
-            found = self._far_problem()
-        if found is None and self.holes and (is_target or self.origin.missing == "fail"):
-            found = self._missing(setting, "fill it in or drop the rows" if is_target else FILL)
-        return found
+            problem = self._far_problem()
+        if problem is None and self.holes and (is_target or self.origin.missing == "fail"):
+            problem = self._missing(setting, "fill it in or drop the rows" if is_target else FILL)
+        return problem
 
     def _cell(self, row: int, setting: str = "data.path") -> str:
         place = f"{self.origin.label} row {row + 1}{self.origin.note}"
         return f"{setting}: {place}, column {shorten(self.name)}: "
 
     def _missing(self, setting: str, mend: str) -> str:
-        told = f"{self._cell(self.first_hole, setting)}is missing (as in {self.holes:,} rows)"
+        sentence = f"{self._cell(self.first_hole, setting)}is missing (as in {self.holes:,} rows)"
         word = self.origin.written(self.name, self.first_hole) if self.origin.written else ""
         if not word:
-            return f"{told}; {mend}"
-        told = f"{told}, as {shorten(word)} is read"
-        return f"{told}; {mend}, or list the words that mean missing in data.na"
+            return f"{sentence}; {mend}"
+        sentence = f"{sentence}, as {shorten(word)} is read"
+        return f"{sentence}; {mend}, or list the words that mean missing in data.na"
 
     def _far_problem(self) -> str | None:
         if self.long is not None:
@@ -351,7 +353,7 @@ class ColumnSummary:
             return None
         form = next(f for f in (WRITTEN, TEXT_TYPE, CODE, NUMERAL, DIGITS) if f in self.first)
         at, word = self.first[form]
-        told = f"{self._cell(at)}must be a number (got {shorten(word)})"
+        sentence = f"{self._cell(at)}must be a number (got {shorten(word)})"
         if form == WRITTEN and is_iso_date(word):
             odd = next((w for w in self.words if not is_iso_date(w)), None)
             besides = "some without a zone" if odd is None else shorten(odd)
@@ -360,11 +362,11 @@ class ColumnSummary:
                 f"{shorten(word)}, and {besides}; write all alike, or {LEAVE_OUT}"
             )
         if form == WRITTEN:
-            return f"{told}; {describe_remedy(word, self.origin.decimal)}, or {LEAVE_OUT}"
+            return f"{sentence}; {describe_remedy(word, self.origin.decimal)}, or {LEAVE_OUT}"
         if form == TEXT_TYPE:
             numerals = f"{texts - self.forms[TEXT_TYPE]:,} of its {texts:,} cells"
-            return f"{told}, as {numerals} are; mend such cells, or {LEAVE_OUT}"
-        return f"{told}, not text; save it as numbers, or as a column of categories"
+            return f"{sentence}, as {numerals} are; mend such cells, or {LEAVE_OUT}"
+        return f"{sentence}, not text; save it as numbers, or as a column of categories"
 
     def _words_problem(self, where: str) -> str | None:
         texts, different = int(self.forms.sum()), len(self.words)
@@ -438,8 +440,8 @@ class ColumnSummary:
         """What each of the texts looks like, see FORMS."""
         forms = np.zeros(len(texts), dtype=np.int64)
         for form, pattern in reversed(make_patterns(self.origin.spelling.decimal).items()):
-            found = compute.match_substring_regex(texts, pattern).cast(pa.uint8())
-            fits = _fill_missing(found, np.zeros(1, np.uint8)).astype(bool)
+            matches = compute.match_substring_regex(texts, pattern).cast(pa.uint8())
+            fits = _fill_missing(matches, np.zeros(1, np.uint8)).astype(bool)
             if not fits.any():
                 break
             forms[fits] = form

@@ -208,8 +208,8 @@ class RankBatchSampler:
         self.drawn.clear()
         seed = int(torch.randint(2**32, (), generator=self.generator))
         of_epoch = random.Random(seed).getstate(), np.random.MT19937(seed)
-        found, of_python = self._draw(partial(iter, self._whole), *of_epoch)
-        return self._iterate_parts(found, of_python, of_epoch[1])
+        drawn, of_python = self._draw(partial(iter, self._whole), *of_epoch)
+        return self._iterate_parts(drawn, of_python, of_epoch[1])
 
     def _iterate_parts(
         self, found: Iterator[Any], of_python: Any, of_numpy: np.random.MT19937
@@ -387,8 +387,8 @@ class LoaderBatches:
     def _list_generators(self) -> list[torch.Generator]:
         names = ("sampler", "batch_sampler")
         held = (self._loader, *(getattr(self._loader, name, None) for name in names))
-        found = [getattr(holder, "generator", None) for holder in held]
-        return [g for g in found if isinstance(g, torch.Generator)]
+        generators = [getattr(holder, "generator", None) for holder in held]
+        return [g for g in generators if isinstance(g, torch.Generator)]
 
     def list_tensors(self) -> tuple[Tensor, ...]:
         return ()
@@ -406,14 +406,14 @@ class LoaderBatches:
 
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
-        found = _explain_errors(iter(self._loader))
+        batches = _explain_errors(iter(self._loader))
         _defer_worker_deaths()
         sampler = getattr(self._loader, "batch_sampler", None)
         rows, done = 0, self._done if self._random is not None else 0
         if self._random is not None:
             torch.set_rng_state(self._random)
             self._random = None
-        for number, batch in enumerate(found, start=1 + done):
+        for number, batch in enumerate(batches, start=1 + done):
             mark("data_wait")
             inputs, targets = _split_pair(batch)
             self.has_targets = inputs is not batch or any(name in batch for name in LABELS)
@@ -449,7 +449,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
             row = _find_stopped_row(error)
             if row is None:
                 return
-            told = (
+            sentence = (
                 f"{describe_error(error)}{row}, which would end the epoch there; raise another "
                 "error"
             )
@@ -457,7 +457,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
         except Exception as error:
             if is_oom(error):
                 raise
-            told, died = (
+            sentence, died = (
                 describe_error(error),
                 WORKER_DEATHS[0] if WORKER_DEATHS else get_error_message(error),
             )
@@ -480,7 +480,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
                 "as where memory ran out on this host; take fewer num_workers, or 0 to see an "
                 "error of its code"
             )
-        raise DataError(f"data.source: the loader raised: {told}")
+        raise DataError(f"data.source: the loader raised: {sentence}")
 
 
 def _describe_size(folder: str) -> str:

@@ -121,10 +121,10 @@ class TokenWindows:
         self, starts: np.ndarray, axis: int = 0, out: np.ndarray | None = None, mode: str = "raise"
     ) -> np.ndarray:
         """Return the rows that begin at these tokens, in their order; `axis` is 0."""
-        found = np.empty((len(starts), self.shape[1]), self.dtype) if out is None else out
-        for row, start in zip(found, starts.tolist(), strict=True):
+        windows = np.empty((len(starts), self.shape[1]), self.dtype) if out is None else out
+        for row, start in zip(windows, starts.tolist(), strict=True):
             row[:] = self._text[start : start + self.shape[1]]
-        return found
+        return windows
 
 
 def choose_layout(
@@ -390,8 +390,8 @@ class StreamedBatches(_StoredBatches):
         if self.residency != "pinned":
             with closing(
                 read_batches(self._arrays, batches, device=self._device, mark=mark)
-            ) as found:
-                yield from map(self._layout.open, found)
+            ) as arriving:
+                yield from map(self._layout.open, arriving)
             return
         # Taken while it is in use: an iteration beside this one makes a lane of its own.
         lane, self._idle = self._idle, None
@@ -412,8 +412,8 @@ class StreamedBatches(_StoredBatches):
         lane.is_ahead = self._is_ahead
         self._busy.append(lane)
         try:
-            with closing(lane.read(batches, mark)) as found:
-                yield from map(self._layout.open, found)
+            with closing(lane.read(batches, mark)) as arriving:
+                yield from map(self._layout.open, arriving)
         finally:
             self._busy.remove(lane)
             self._idle, self.copy_s = lane, lane.copy_s

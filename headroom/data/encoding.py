@@ -285,12 +285,12 @@ def _choose_values(
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """The values that are there, sorted, and for each code its place among them, or -1; the last
     for what is missing. Of more than MOST_CATEGORIES those in the most rows, and OTHER."""
-    found = {word for word, count in zip(words, counts, strict=True) if count}
+    seen = {word for word, count in zip(words, counts, strict=True) if count}
     rest = ""
-    if len(found) > MOST_CATEGORIES:
+    if len(seen) > MOST_CATEGORIES:
         often = np.argsort(-counts, kind="stable")[: MOST_CATEGORIES - 1]
-        found, rest = {words[i] for i in often if counts[i] >= FEWEST_ROWS} | {OTHER}, OTHER
-    values = tuple(sorted(found | ({MISSING_CATEGORY} if missing else set())))
+        seen, rest = {words[i] for i in often if counts[i] >= FEWEST_ROWS} | {OTHER}, OTHER
+    values = tuple(sorted(seen | ({MISSING_CATEGORY} if missing else set())))
     place = {word: i for i, word in enumerate(values)}
     codes = [place.get(word, place.get(rest, -1)) for word in words]
     return values, np.array([*codes, place[MISSING_CATEGORY] if missing else -1], dtype=np.int64)

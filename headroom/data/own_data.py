@@ -189,10 +189,10 @@ def call_data_factory(
     """
     factory = import_callable(data.source, setting="data.source", refusal=DataError)
     offered = {"batch_size": feeding.batch_size, "seed": feeding.seed}
-    given = bind_arguments(factory, data.args, offered, setting="data.args", refusal=DataError)
+    arguments = bind_arguments(factory, data.args, offered, setting="data.args", refusal=DataError)
     try:
         result = call_factory(
-            factory, given, setting="data.source", path=data.source, refusal=DataError
+            factory, arguments, setting="data.source", path=data.source, refusal=DataError
         )
     except (MemoryError, RuntimeError):
         result = NotImplemented
@@ -262,17 +262,17 @@ def _wrap_arrays(
 
 def _split_dataset(part: Any, data: DataConfig) -> list[Any]:
     """Training and validation parts of a data set, or of the one that a loader reads."""
-    given: Any = part.dataset if isinstance(part, DataLoader) else part
+    dataset: Any = part.dataset if isinstance(part, DataLoader) else part
     plain = not isinstance(part, DataLoader) or isinstance(
         part.sampler, (RandomSampler, SequentialSampler)
     )
-    if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not plain:
-        what = "an IterableDataset" if isinstance(given, IterableDataset) else "this loader"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not plain:
+        what = "an IterableDataset" if isinstance(dataset, IterableDataset) else "this loader"
         raise DataError(
             f"data.source: {data.source} gives no validation rows, and {what} cannot be split; "
             "return two: training and validation"
         )
-    rows = _count_dataset_rows(given)
+    rows = _count_dataset_rows(dataset)
     held = max(1, round(rows * data.validation_fraction))
     if held >= rows:
         raise DataError(
@@ -280,7 +280,7 @@ def _split_dataset(part: Any, data: DataConfig) -> list[Any]:
         )
     seed = STREAM << 32 | data.split_seed
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-    parts: list[Any] = [Subset(given, order[held:]), Subset(given, sorted(order[:held]))]
+    parts: list[Any] = [Subset(dataset, order[held:]), Subset(dataset, sorted(order[:held]))]
     return [_rebuild_loader(part, some, i == 0) for i, some in enumerate(parts)]
 
 
@@ -325,18 +325,18 @@ def _is_on_host(part: Any) -> bool:
     except Exception as error:
         if is_oom(error):
             raise
-        told = describe_error(error)
+        message = describe_error(error)
     else:
         return all(tensor.device.type == "cpu" for tensor in nested.find_tensors(row))
-    raise DataError(f"data.source: the data set raised: {told}")
+    raise DataError(f"data.source: the data set raised: {message}")
 
 
 def _find_class_names(part: Any) -> tuple[str, ...] | None:
     """The names of the classes, where the data set tells them as torchvision's do."""
-    given = getattr(part, "dataset", part) if _is_loader(part) else part
-    while isinstance(given, Subset):
-        given = given.dataset
-    names = getattr(given, "classes", None)
+    dataset = getattr(part, "dataset", part) if _is_loader(part) else part
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
     if isinstance(names, int) and not isinstance(names, bool):
         names = range(names)
     if not isinstance(names, (list, tuple, range)) or not names:
@@ -354,8 +354,8 @@ def _count_dataset_rows(part: Any) -> int:
     try:
         return len(part)
     except Exception as error:
-        told = describe_error(error)
-    raise DataError(f"data.source: len() of the data set raised: {told}")
+        message = describe_error(error)
+    raise DataError(f"data.source: len() of the data set raised: {message}")
 
 
 def _is_pair(part: Any) -> bool:

@@ -43,18 +43,18 @@ class FileRows:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, last, _ = rows.indices(len(self))
-        found = np.empty((max(0, last - first), *self.shape[1:]), self.dtype)
-        self._read(found, first)
-        return found
+        rows_read = np.empty((max(0, last - first), *self.shape[1:]), self.dtype)
+        self._read(rows_read, first)
+        return rows_read
 
     def take(
         self, rows: np.ndarray, axis: int = 0, out: np.ndarray | None = None, mode: str = "raise"
     ) -> np.ndarray:
         """Return the rows of these numbers, in their order; `axis` is 0."""
-        found = np.empty((len(rows), *self.shape[1:]), self.dtype) if out is None else out
+        taken = np.empty((len(rows), *self.shape[1:]), self.dtype) if out is None else out
         for i, row in enumerate(rows.tolist()):
-            self._read(found[i : i + 1], row)
-        return found
+            self._read(taken[i : i + 1], row)
+        return taken
 
     def _read(self, into: np.ndarray, first_row: int) -> None:
         if not prepared_cache.fill_from_file(
@@ -110,9 +110,9 @@ def read_batches(
     on_cpu = device.type == "cpu"
     with closing(
         (read(rows) for rows in batches) if on_cpu else map_in_order(read, batches, threads=1)
-    ) as found:
+    ) as arriving:
         # By map(), which keeps nothing of a batch once it was given.
-        yield from map(partial(_move_to_device, device=device, mark=mark), found)
+        yield from map(partial(_move_to_device, device=device, mark=mark), arriving)
 
 
 def _move_to_device(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Tensor]:

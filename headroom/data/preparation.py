@@ -119,9 +119,9 @@ def _write_arrays(
     class_rows = _count_class_rows(labels, rows)
     columns = None if inputs.columns is None else [_describe_column(c) for c in inputs.columns]
     going_on: TimeInputs | None = None
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if times is not None:
-        going_on, told = choose_line(times, draw_judge(), transform, target)
+        going_on, notes = choose_line(times, draw_judge(), transform, target)
     meaning = {
         "task": labels.task,
         "target": raw.target_name,
@@ -136,7 +136,7 @@ def _write_arrays(
         "rows": {name: int(chosen.sum()) for name, chosen in rows.items()},
         "class_rows": class_rows,
         "columns": columns,
-        "notes": list(raw.notes + labels.notes + inputs.notes + transform.notes + told),
+        "notes": list(raw.notes + labels.notes + inputs.notes + transform.notes + notes),
         "guess": run_warnings.compute_guess_accuracy(class_rows),
         "warnings": list(run_warnings.warn_of_data(raw, labels, rows, keys)),
     }
@@ -162,7 +162,7 @@ def _measure_target_scaling(labels: Labels, *, for_training: np.ndarray, scale: 
     Constant columns get scale 1."""
     if labels.task != "regression" or not scale:
         return Scaling(np.zeros(1), np.ones(1))
-    found = (
+    scaling = (
         compute_moments(
             labels.values[part].T.astype(np.float64),
             for_training[part].astype(np.float64),
@@ -170,7 +170,7 @@ def _measure_target_scaling(labels: Labels, *, for_training: np.ndarray, scale: 
         )
         for part in iterate_row_blocks(len(labels.values))
     )
-    return Scaling(*compute_mean_deviation(reduce(Moments.plus, found), int(for_training.sum())))
+    return Scaling(*compute_mean_deviation(reduce(Moments.plus, scaling), int(for_training.sum())))
 
 
 def _scale_targets(
@@ -244,10 +244,10 @@ def _open_writers(
 
 def _describe_column(column: Column) -> dict[str, Any]:
     """As the manifest and the model keep it."""
-    found = asdict(column)
+    description = asdict(column)
     if column.rest is None:  # so that what was prepared before this was there is found again
-        del found["rest"]
-    return found
+        del description["rest"]
+    return description
 
 
 def _count_class_rows(
@@ -441,10 +441,10 @@ def _read_own_data(
     # Here, since these import torch, and data is checked at a desk before that is.
     from headroom.data import own_data
 
-    given = own_data.call_data_factory(data, own_data.LoaderOptions(batch_size, seed))
-    if isinstance(given, RawData):
-        return given, SourceFingerprint(sha256=own_data.hash_arrays(given))
-    return own_data.describe_loaders(data, given)
+    result = own_data.call_data_factory(data, own_data.LoaderOptions(batch_size, seed))
+    if isinstance(result, RawData):
+        return result, SourceFingerprint(sha256=own_data.hash_arrays(result))
+    return own_data.describe_loaders(data, result)
 
 
 def _refuse_split(data: DataConfig) -> None:
@@ -564,23 +564,23 @@ def _make_facts(
 
 
 def _restore_columns(meaning: dict[str, Any]) -> tuple[Column, ...] | None:
-    found = meaning.get("columns")
-    if found is None:
+    columns = meaning.get("columns")
+    if columns is None:
         return None
-    return tuple(Column(**{**column, "values": tuple(column["values"])}) for column in found)
+    return tuple(Column(**{**column, "values": tuple(column["values"])}) for column in columns)
 
 
 def _restore_times(meaning: dict[str, Any]) -> TimeInputs | None:
-    found = meaning.get("times")
-    if found is None:
+    times = meaning.get("times")
+    if times is None:
         return None
-    lists = {name: tuple(found[name]) for name in ("places", "low", "high", "slope")}
-    return TimeInputs(**lists, intercept=found["intercept"])
+    lists = {name: tuple(times[name]) for name in ("places", "low", "high", "slope")}
+    return TimeInputs(**lists, intercept=times["intercept"])
 
 
 def _restore_guess(manifest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    found = manifest.get("target_guess")
-    return None if found is None else (tuple(found[0]), tuple(found[1]))
+    guess = manifest.get("target_guess")
+    return None if guess is None else (tuple(guess[0]), tuple(guess[1]))
 
 
 def _restore_class_rows(meaning: dict[str, Any]) -> tuple[int, ...] | None:

@@ -162,12 +162,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def list_prepared(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the path and the settings of each folder of a source that seems complete."""
-    found = []
+    entries = []
     for manifest in cache.glob(f"{source}-*/{MANIFEST}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads(manifest.read_text(encoding="utf-8"))
-            found.append((said["source"]["path"], said["settings"]))
-    return found
+            entries.append((said["source"]["path"], said["settings"]))
+    return entries
 
 
 def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
@@ -185,10 +185,10 @@ def _has_checksums(path: Path, blocks: list[int]) -> bool:
     with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:
 
         def crc32(number: int) -> int:
-            found, begin = 0, number * BLOCK_BYTES
+            checksum, begin = 0, number * BLOCK_BYTES
             for at in range(begin, begin + BLOCK_BYTES, PIECE_BYTES):
-                found = zlib.crc32(os.pread(file.fileno(), PIECE_BYTES, at), found)
-            return found
+                checksum = zlib.crc32(os.pread(file.fileno(), PIECE_BYTES, at), checksum)
+            return checksum
 
         return list(readers.map(crc32, range(len(blocks)))) == blocks
 
@@ -399,10 +399,10 @@ class BackgroundHash:
     def result(self) -> SourceFingerprint:
         """Return what `fingerprint_source` gives. Raises DataError, also where a file was
         written since."""
-        found = self._found.result()
-        if (found.bytes, found.mtime_ns) != self._before:
+        fingerprint = self._found.result()
+        if (fingerprint.bytes, fingerprint.mtime_ns) != self._before:
             raise DataError(_describe_change(self._path))
-        return found
+        return fingerprint
 
     def _hash(self, files: Sequence[Path]) -> None:
         try:

@@ -32,8 +32,8 @@ class RowParts:
         return ~self.validation if self.test is None else ~(self.validation | self.test)
 
     def by_name(self) -> dict[str, np.ndarray]:
-        found = {"train": self.training, "val": self.validation}
-        return found if self.test is None else {**found, "test": self.test}
+        parts = {"train": self.training, "val": self.validation}
+        return parts if self.test is None else {**parts, "test": self.test}
 
 
 def split_rows(raw: RawData, labels: Labels, data: DataConfig) -> RowParts:

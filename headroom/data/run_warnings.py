@@ -58,11 +58,11 @@ class RowKeys:
         shift = np.uint64(64 - FILTER_BITS)
         table = np.zeros(1 << FILTER_BITS, dtype=bool)
         table[sought >> shift] = True
-        found = []
+        shares = []
         for part in iterate_row_blocks(len(self._keys)):  # which keeps little beside them
             keys = self._keys[part]
-            found.append(keys[table.take((keys >> shift).view(np.int64)) & training[part]])
-        return float(np.isin(sought, np.concatenate(found)).mean())
+            shares.append(keys[table.take((keys >> shift).view(np.int64)) & training[part]])
+        return float(np.isin(sought, np.concatenate(shares)).mean())
 
 
 def warn_of_data(

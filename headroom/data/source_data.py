@@ -171,12 +171,12 @@ def read_first_bytes(path: Path, source: str) -> bytes:
     """Read the first bytes of a regular file that is readable and not empty. Errors: DataError."""
     shown = shorten(str(path), 300)
     try:
-        found = os.stat(path)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
             raise DataError(f"data.path: {shown} is a folder; name the {source} file in it")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise DataError(f"data.path: {shown} is not a regular file; copy its content to one")
-        if found.st_size == 0:
+        if status.st_size == 0:
             raise DataError(f"data.path: {shown} is empty; name a file with rows")
         with open(path, "rb") as file:
             return file.read(9)
@@ -194,12 +194,14 @@ def make_missing_error(path: Path, what: str) -> DataError:
     if address := ADDRESS.search(str(path)):
         fetched = f"fetch it first ({FETCHED_BY.get(address[1], 'with its own tool')})"
         shown = shorten(f"{address[1]}://{str(path)[address.end() :]}", 300)
-        told = f"is an address, and data is read from this machine: {fetched} and name the {what}"
+        problem = (
+            f"is an address, and data is read from this machine: {fetched} and name the {what}"
+        )
     elif any(mark in path.name for mark in "*?["):
-        told = f"is a pattern: name one {what} (of Parquet it may be a folder of parts)"
+        problem = f"is a pattern: name one {what} (of Parquet it may be a folder of parts)"
     else:
-        told = f"does not exist; name a {what}, relative to {os.getcwd()!r} or in full"
-    return DataError(f"data.path: {shown} {told}")
+        problem = f"does not exist; name a {what}, relative to {os.getcwd()!r} or in full"
+    return DataError(f"data.path: {shown} {problem}")
 
 
 def detect_file_kind(head: bytes, shown: str) -> str:
@@ -248,12 +250,12 @@ def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:
         if wanted in names:
             return wanted
         raise DataError(f"data.target: {label} {describe_missing_name(wanted, names)}")
-    found = [name for name in names if name.lower() in TARGET_NAMES]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    usual = [name for name in names if name.lower() in TARGET_NAMES]
+    if len(usual) == 1:
+        return usual[0]
+    if usual:
         raise DataError(
-            f"data.target: {label} has {format_list(found)}, of which only one can be the target; "
+            f"data.target: {label} has {format_list(usual)}, of which only one can be the target; "
             "set data.target to it, and drop the other from the file"
         )
     raise DataError(

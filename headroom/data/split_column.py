@@ -37,9 +37,9 @@ def compute_split_keys(
     Errors: DataError.
     """
     column = _KeyColumn(data, label, note, spelling)
-    found = [column.keys(block) for block in blocks]
+    keys = [column.keys(block) for block in blocks]
     column.refuse_holes()
-    return np.concatenate(found)
+    return np.concatenate(keys)
 
 
 class _KeyColumn:
@@ -101,9 +101,9 @@ class _KeyColumn:
         """Numbers, or dates and times as ISO 8601 writes them."""
         for kind in self._ways:
             with suppress(pa.ArrowInvalid):
-                found = parse_cells(texts, kind, self._spelling)
+                parsed = parse_cells(texts, kind, self._spelling)
                 self._ways = [kind, *TIMES]
-                return found
+                return parsed
         row = find_stray_cell(texts, TIMES, self._spelling)
         if row < len(texts):
             self._refuse(row, texts, f"write it as a number, or as {EXAMPLES}")
@@ -124,5 +124,5 @@ def _hash_cells(array: pa.Array) -> np.ndarray:
     coded = array.dictionary_encode()
     words = [str(value).encode() for value in coded.dictionary.to_pylist()]
     hashed = [hashlib.blake2b(word, digest_size=8).digest() for word in words]
-    found = np.frombuffer(b"".join(hashed), dtype=np.uint64)
-    return found[np.from_dlpack(coded.indices.cast(pa.int64()))]
+    hashes = np.frombuffer(b"".join(hashed), dtype=np.uint64)
+    return hashes[np.from_dlpack(coded.indices.cast(pa.int64()))]

@@ -106,12 +106,12 @@ class Table:
         rows)."""
         if not any(column.parts for column in self.columns):
             return values if self.numeric.all() else values[self.numeric]
-        found = [
+        numbers = [
             compute_date_parts(given, column.parts) if column.parts else given[None]
             for given, column in zip(values, self.columns, strict=True)
             if column.words is None
         ]
-        return np.concatenate(found) if found else values[:0]
+        return np.concatenate(numbers) if numbers else values[:0]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -145,5 +145,5 @@ class Table:
         """Return which rows miss nothing, (rows of the file,) booleans."""
         some = [i for i, column in enumerate(self.columns) if column.holes]
         everything = replace(self, kept=None)
-        found = everything.map_blocks(lambda _, values: ~np.isnan(values[some]).any(axis=0))
-        return np.concatenate(list(found))
+        is_whole = everything.map_blocks(lambda _, values: ~np.isnan(values[some]).any(axis=0))
+        return np.concatenate(list(is_whole))

@@ -131,8 +131,8 @@ def _list_split_problems(names: Sequence[str], data: DataConfig, label: str) -> 
         return [f"data.split_column: is {shorten(column)}, the target; name another column"]
     if names.count(column) != 1:
         many = "has more than one" if column in names else describe_missing_name(column, names)
-        told = f"{many} {shorten(column)}; rename one" if column in names else many
-        return [f"data.split_column: {label} {told}"]
+        problem = f"{many} {shorten(column)}; rename one" if column in names else many
+        return [f"data.split_column: {label} {problem}"]
     return []
 
 

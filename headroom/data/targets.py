@@ -121,10 +121,10 @@ def _encode_wide(raw: RawData, task: str) -> Labels:
 
 
 def _encode_text(raw: RawData, task: str) -> Labels:
-    found: set[str] = set()
+    words: set[str] = set()
     for part in iterate_row_blocks(len(raw.target)):
-        found.update(raw.target[part].tolist())
-    names = sorted(found)
+        words.update(raw.target[part].tolist())
+    names = sorted(words)
     for name in names:
         missing = raw.na is None and name.strip().lower() in MISSING
         if missing or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
@@ -174,12 +174,12 @@ def _refuse_amounts(raw: RawData, task: str, names: list[str]) -> None:
 def _find_distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
     """The different values, sorted, in blocks: to sort all rows at once takes five times their
     memory. None once there are more than `most`."""
-    found = target[:0]
+    distinct = target[:0]
     for part in iterate_row_blocks(len(target)):
-        found = np.union1d(found, target[part])
-        if most is not None and len(found) > most:
+        distinct = np.union1d(distinct, target[part])
+        if most is not None and len(distinct) > most:
             return None
-    return found
+    return distinct
 
 
 def _number_classes(raw: RawData, known: np.ndarray | None) -> Labels:
@@ -267,8 +267,10 @@ class TargetTransform:
     def apply(self, values: np.ndarray) -> np.ndarray:
         if not self.log:
             return values
-        found: np.ndarray = np.log1p(np.asarray(values, dtype=np.float64) / np.asarray(self.log))
-        return found
+        transformed: np.ndarray = np.log1p(
+            np.asarray(values, dtype=np.float64) / np.asarray(self.log)
+        )
+        return transformed
 
 
 @dataclass(frozen=True)
@@ -353,21 +355,21 @@ def choose_transform(
     rows: of each part, (rows,) booleans. line: a target that grows by a share in these times may
     be better learnt by its logarithm though it is not skewed. Raises DataError.
     """
-    asked = data.target_transform
+    requested = data.target_transform
     if labels.task != "regression":
-        if asked == "log":
+        if requested == "log":
             raise DataError(
                 f"data.target_transform: log is for a regression (this is a {labels.task}); drop it"
             )
         return TargetTransform()
     values, training = labels.values, rows["train"]
-    if asked == "log":
+    if requested == "log":
         _refuse_negative(raw, values)
         units = tuple(map(float, _compute_units(values[training])))
         return TargetTransform(
             units, (f"learnt: log(1 + target / {', '.join(map(format_number, units))})",)
         )
-    if asked == "none" or not data.scale_target or values.shape[1] > 1 or values.min() < 0:
+    if requested == "none" or not data.scale_target or values.shape[1] > 1 or values.min() < 0:
         return TargetTransform()
     y = np.asarray(values[training][:, 0], dtype=np.float64)
     unit = _compute_units(y[:, None])

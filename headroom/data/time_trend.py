@@ -50,14 +50,14 @@ def measure_time_range(
 ) -> TimeRange | None:
     """Measure the times of the training rows in the inputs that lie in the folder; None where no
     column of times splits the rows."""
-    found = _find_time_places(columns or (), data)
-    if found is None:
+    places = _find_time_places(columns or (), data)
+    if places is None:
         return None
     x = np.load(folder / "train_x.npy", mmap_mode="r")
-    blocks = [x[part][:, found.places] for part in iterate_row_blocks(len(x))]
+    blocks = [x[part][:, places.places] for part in iterate_row_blocks(len(x))]
     low = np.min([block.min(0) for block in blocks], axis=0)
     high = np.max([block.max(0) for block in blocks], axis=0)
-    return TimeRange(found, low, high, float(scaling.scale[found.first]))
+    return TimeRange(places, low, high, float(scaling.scale[places.first]))
 
 
 def _find_time_places(columns: Sequence[Column], data: DataConfig) -> TimePlaces | None:

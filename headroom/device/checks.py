@@ -186,9 +186,9 @@ def check_gpu(
     vendor: str | None, adapters: tuple[Adapter, ...], *, system: str, arch: str
 ) -> Check:
     """Check whether there is a GPU; of this vendor, if one is given."""
-    found = [a for a in adapters if vendor in (None, a.vendor)]
-    if found:
-        return Check("gpu", True, ", ".join(f"{a.vendor} GPU ({a.where})" for a in found))
+    fitting = [a for a in adapters if vendor in (None, a.vendor)]
+    if fitting:
+        return Check("gpu", True, ", ".join(f"{a.vendor} GPU ({a.where})" for a in fitting))
     who = vendor or "NVIDIA, AMD, Intel or Apple"
     missing = f"no {who} GPU was found"
     if system == "Darwin" and arch != "arm64" and vendor in (None, "Apple"):
@@ -283,10 +283,10 @@ def _match_entry(text: str, uuids: tuple[str, ...] | None) -> str:
     if uuids is None:
         return text
     start = text.removeprefix("MIG-").split("/")[0] if text.startswith("MIG-GPU-") else text
-    found = [uuid for uuid in uuids if uuid.startswith(start)]
-    if len(found) != 1:  # none, or a beginning shared by two
+    matches = [uuid for uuid in uuids if uuid.startswith(start)]
+    if len(matches) != 1:  # none, or a beginning shared by two
         return ""
-    return text if text.startswith("MIG-") else found[0]
+    return text if text.startswith("MIG-") else matches[0]
 
 
 def _describe_hiding(value: str, uuids: tuple[str, ...] | None) -> str:
@@ -294,11 +294,11 @@ def _describe_hiding(value: str, uuids: tuple[str, ...] | None) -> str:
     it does not."""
     left: list[str] = []
     for text in (part.strip() for part in value.split(",")):
-        found = _match_entry(text, uuids)
-        if found and found in left:
+        uuid = _match_entry(text, uuids)
+        if uuid and uuid in left:
             return f"names {text} twice, which hides every GPU"
-        if found:
-            left.append(found)
+        if uuid:
+            left.append(uuid)
             continue
         if not left and text in ("", "-1"):
             return "hides every GPU"
@@ -327,8 +327,8 @@ def check_visible(
         if problem:
             remedy = f"unset {name}, or set it to GPUs that are here, such as 0"
             return Check("visibility", False, f"{name}={value!r} {problem}", remedy)
-    known = seen or (vendor == "NVIDIA" and uuids is not None)
-    return Check("visibility", True if known else None, f"{said} is set")
+    is_known = seen or (vendor == "NVIDIA" and uuids is not None)
+    return Check("visibility", True if is_known else None, f"{said} is set")
 
 
 def check_pytorch(vendor: str | None, gpus: tuple[Gpu, ...], *, built: bool, error: str) -> Check:
@@ -362,9 +362,9 @@ def run_checks(machine: Machine, kind: str | None = None) -> tuple[Check, ...]:
     here = seen or any(a.vendor == vendor for a in machine.adapters)
     owner = vendor if here else None  # a GPU that is not here has no driver to miss
     driver = machine.drivers.get(vendor or "", Driver())
-    asked = vendor if kind else None
+    requested = vendor if kind else None
     checks = [
-        check_gpu(asked, machine.adapters, system=machine.system, arch=machine.arch),
+        check_gpu(requested, machine.adapters, system=machine.system, arch=machine.arch),
         check_driver(owner, driver, seen=seen, macos=machine.os_version),
         check_build(vendor, machine.torch_version, machine.built),
         check_visible(owner, machine.env, uuids=machine.uuids, seen=seen),

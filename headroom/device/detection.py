@@ -227,13 +227,13 @@ def detect_best_device(
     auto is the working GPU with the most free memory, else the CPU. leases: to wait until no
     other training uses the GPU, and to hold it from then on. Raises DeviceError.
     """
-    found = choose_device(_try_machine(name, leases), name, require=require)
-    if isinstance(found, Refusal):
-        raise DeviceError(found.text)
-    if found.kind not in ("cuda", "rocm"):
-        return found
-    free, total = torch.cuda.mem_get_info(found.index)
-    return replace(found, free_bytes=free, total_bytes=total)
+    chosen = choose_device(_try_machine(name, leases), name, require=require)
+    if isinstance(chosen, Refusal):
+        raise DeviceError(chosen.text)
+    if chosen.kind not in ("cuda", "rocm"):
+        return chosen
+    free, total = torch.cuda.mem_get_info(chosen.index)
+    return replace(chosen, free_bytes=free, total_bytes=total)
 
 
 def list_devices() -> list[str]:
@@ -247,10 +247,10 @@ def explain_choice(name: str = "auto") -> tuple[Check, ...]:
 
     Raises DeviceError only for a name that no machine could have.
     """
-    found = choose_device(_try_machine(name), name)
-    if isinstance(found, Refusal):
-        return (*found.checks, Check("choice", False, found.text))
-    return (*found.checks, Check("choice", True, found.reason))
+    chosen = choose_device(_try_machine(name), name)
+    if isinstance(chosen, Refusal):
+        return (*chosen.checks, Check("choice", False, chosen.text))
+    return (*chosen.checks, Check("choice", True, chosen.reason))
 
 
 def _try_machine(name: str, leases: Leases | None = None) -> Machine:

@@ -33,8 +33,8 @@ def find_lease_folder() -> Path:
     So it is no user's own, such as XDG_RUNTIME_DIR or TMPDIR, where there is one for all. The
     first is Linux's place for locks: nothing clears files from there because they are old.
     """
-    if given := os.environ.get("HEADROOM_LEASES"):
-        return Path(given)
+    if folder := os.environ.get("HEADROOM_LEASES"):
+        return Path(folder)
     usual = (place for place in SHARED if _is_open_to_all(place) and os.access(place, os.W_OK))
     return Path(next(usual, tempfile.gettempdir()), "headroom-leases")
 
@@ -76,9 +76,9 @@ def _check_owner(place: Path) -> None:
     for about in (place.lstat(), place.stat()):
         is_sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
         if not is_sticky and about.st_uid not in (0, os.getuid()):
-            told = "is another user's, who could replace what is in it; `chmod 1777` it or name "
-            told += "another folder in HEADROOM_LEASES"
-            raise OSError(errno.EPERM, told, str(place))
+            problem = "is another user's, who could replace what is in it; `chmod 1777` it or name "
+            problem += "another folder in HEADROOM_LEASES"
+            raise OSError(errno.EPERM, problem, str(place))
 
 
 class DevicesBusyError(TimeoutError):
@@ -119,16 +119,16 @@ class Leases:
         began_s, logged_s, waits_for = self._now_s(), -TELL_EVERY_S, ""
         with _Ticket(self._place, devices) as ticket:
             while True:
-                found = next(
+                free = next(
                     (d for d in devices if not ticket.is_behind(d) and self._try_take(d)), None
                 )
                 self.waited_s = self._now_s() - began_s
-                reason = "" if found is not None else self._describe_holders(devices)
+                reason = "" if free is not None else self._describe_holders(devices)
                 if reason != waits_for:
                     waits_for = reason
                     self._told(reason)
-                if found is not None:
-                    return found
+                if free is not None:
+                    return free
                 if self.waited_s >= self._wait_s:
                     self._told("")
                     raise DevicesBusyError(reason)
@@ -152,7 +152,7 @@ class Leases:
         return False
 
     def _describe_holders(self, devices: Sequence[str]) -> str:
-        told = []
+        descriptions = []
         for device in devices:
             with (
                 suppress(OSError),
@@ -161,8 +161,8 @@ class Leases:
                 holder = (
                     make_printable(lease.read_text(), limit=HOLDER_LETTERS) or "another process"
                 )
-                told.append(f"{device} is held by {holder}")
-        return "; ".join(told)
+                descriptions.append(f"{device} is held by {holder}")
+        return "; ".join(descriptions)
 
 
 class _Ticket:

@@ -44,7 +44,7 @@ def _read_holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
     """Return the other processes that compute on a GPU; with names where psutil can see them.
     In a container the numbers mean none of the processes here, and this one cannot be told from
     others."""
-    found = []
+    holders = []
     is_host = _is_host_pid_namespace()
     foreign = "of the host" + ("; perhaps this run" if torch.cuda.is_initialized() else "")
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
@@ -54,8 +54,8 @@ def _read_holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
             name = psutil.Process(process.pid).name() if is_host else foreign
         except psutil.Error:
             name = None
-        found.append(Holder(process.pid, name, process.usedGpuMemory))
-    return tuple(found)
+        holders.append(Holder(process.pid, name, process.usedGpuMemory))
+    return tuple(holders)
 
 
 def _read_gpu(nvml: Any, handle: Any) -> Gpu:

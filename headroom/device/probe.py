@@ -32,7 +32,7 @@ def take_first_line(error: BaseException | str) -> str:
 def find_pci_adapters(root: Path) -> tuple[Adapter, ...]:
     """Return the GPUs of the known vendors on the PCI bus: display controllers (class 03), and
     AMD's processing accelerators (class 12), which is what its Instinct cards say they are."""
-    found = []
+    adapters = []
     for device in sorted(root.glob("*")):
         try:
             vendor = PCI_VENDORS.get((device / "vendor").read_text().strip())
@@ -40,8 +40,8 @@ def find_pci_adapters(root: Path) -> tuple[Adapter, ...]:
         except OSError:  # unplugged meanwhile, or not ours to read
             continue
         if vendor and (kind.startswith("0x03") or (vendor == "AMD" and kind.startswith("0x12"))):
-            found.append(Adapter(vendor, f"PCI {device.name}"))
-    return tuple(found)
+            adapters.append(Adapter(vendor, f"PCI {device.name}"))
+    return tuple(adapters)
 
 
 def _find_nodes(root: Path, *patterns: str) -> dict[str, bool]:
@@ -94,22 +94,22 @@ def make_cuda_gpu(index: int, props: Any, nvml: Nvml, *, hip: bool) -> Gpu:
     """Make the record of a CUDA or ROCm GPU from its properties, joined with NVML's by UUID."""
     uuid = str(props.uuid) if getattr(props, "uuid", None) is not None else None
     same = [g for g in nvml.gpus if uuid and (g.uuid or "").partition("-")[2] == uuid]
-    known = same[0] if same else None
+    adapter = same[0] if same else None
     arch = f"sm_{props.major}{props.minor}"
     if hip:
         arch = props.gcnArchName.split(":")[0]
     # NVML first: asking CUDA makes a context, which holds memory on a GPU that may not be chosen.
-    free = known.free_bytes if known else _read_free_bytes(torch.cuda.mem_get_info, index)
+    free = adapter.free_bytes if adapter else _read_free_bytes(torch.cuda.mem_get_info, index)
     return Gpu(
         name=f"cuda:{index}",
         kind="rocm" if hip else "cuda",
         index=index,
         model=props.name,
-        uuid=known.uuid if known else uuid,
+        uuid=adapter.uuid if adapter else uuid,
         arch=arch,
         total_bytes=int(props.total_memory),
         free_bytes=free,
-        holders=known.holders if known else (),
+        holders=adapter.holders if adapter else (),
         bf16=arch.startswith(BF16_GFX) if hip else props.major >= 8,
         tf32=not hip and props.major >= 8,
     )
@@ -174,8 +174,8 @@ def _read_cpu_model() -> str | None:
 def _read_builds() -> dict[str, str]:
     xpu = getattr(torch.version, "xpu", None)
     rocm = getattr(torch.version, "rocm", None) or torch.version.hip
-    found = {"cuda": torch.version.cuda, "rocm": rocm, "xpu": xpu}
-    built = {kind: str(version) for kind, version in found.items() if version}
+    builds = {"cuda": torch.version.cuda, "rocm": rocm, "xpu": xpu}
+    built = {kind: str(version) for kind, version in builds.items() if version}
     return built | ({"mps": ""} if torch.backends.mps.is_built() else {})
 
 
@@ -189,11 +189,11 @@ def _choose_adapters(nvml: Nvml, gpus: tuple[Gpu, ...]) -> tuple[Adapter, ...]:
     witnesses = [nvidia, torchs, find_pci_adapters(Path("/sys/bus/pci/devices")), files]
     if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
         witnesses.append([Adapter("Apple", _read_cpu_model() or "Apple silicon")])
-    found: list[Adapter] = []
+    adapters: list[Adapter] = []
     for vendor in KINDS:
         of_vendor = ([a for a in witness if a.vendor == vendor] for witness in witnesses)
-        found += next((some for some in of_vendor if some), [])
-    return tuple(found)
+        adapters += next((some for some in of_vendor if some), [])
+    return tuple(adapters)
 
 
 def probe_machine(env: Mapping[str, str], *, touch: bool = True) -> Machine:

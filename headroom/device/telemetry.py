@@ -37,7 +37,7 @@ class Telemetry:
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
-        found = {
+        readings = {
             "gpu/utilization_pct": self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
             "gpu/power_w": self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
             "gpu/temperature_c": self._ask(
@@ -46,7 +46,7 @@ class Telemetry:
             "gpu/energy_j": self._ask(self._read_energy_j),
             "gpu/throttled": self._ask(self._read_throttling),
         }
-        return {name: float(value) for name, value in found.items() if value is not None}
+        return {name: float(value) for name, value in readings.items() if value is not None}
 
     def close(self) -> None:
         """Release the driver; samples are empty from here on."""

@@ -38,12 +38,12 @@ def read_rank() -> int:
                 "this process, from 0 on, or unset WORLD_SIZE to train alone"
             )
         return 0
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    for name, text in found.items():
+    variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    for name, text in variables.items():
         if not text.isdecimal():
-            told = f"got {text!r:.40}" if text else "it is not set"
-            raise ConfigError(f"{name}: must be a whole number where RANK is set ({told})")
-    rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
+            value = f"got {text!r:.40}" if text else "it is not set"
+            raise ConfigError(f"{name}: must be a whole number where RANK is set ({value})")
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     if rank >= size:
         raise ConfigError(f"RANK: must be below WORLD_SIZE, {size} (got {rank})")
     local = os.environ.get("LOCAL_RANK", "0")

@@ -154,10 +154,10 @@ def _claim_name(store: TCPStore, ours: Sequence[str]) -> str | None:
 def _is_here(name: str) -> bool:
     """Whether it is an address of this machine. Raises ConfigError where nobody knows it."""
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"launch.nodes: {name} is not known here ({error.strerror})") from None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
             return True

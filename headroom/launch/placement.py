@@ -69,8 +69,8 @@ def choose_device_name(asked: DeviceConfig, ranks: Ranks) -> str:
             "leave the index out"
         )
     if asked.name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = None if found is None else found.type
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = None if accelerator is None else accelerator.type
     else:
         kind = asked.name
     if kind is None:
@@ -99,8 +99,8 @@ def find_rank_device(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> D
             find_lease_folder(), wait_s=asked.wait_s, holder=f"rank {ranks.rank} of a training"
         )
         _LEASES.append(leases)
-    found = detect_best_device(name, leases=leases)
-    return replace(found, baseline_bytes=take_baseline(found.name).bytes)
+    chosen = detect_best_device(name, leases=leases)
+    return replace(chosen, baseline_bytes=take_baseline(chosen.name).bytes)
 
 
 _LEASES: list[Leases] = []

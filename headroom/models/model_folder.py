@@ -61,15 +61,15 @@ def _find_files(top: str) -> list[tuple[Path, Path]] | None:
     if not places:
         whole = [Path(origin)] if origin and origin.endswith(".py") else []
         return [(file, Path(file.name)) for file in whole]
-    found: list[tuple[Path, Path]] = []
+    files: list[tuple[Path, Path]] = []
     for place in places:
         for where, folders, names in os.walk(place):
             folders[:] = [f for f in folders if f not in SKIPPED and not f.startswith(".")]
             inside = Path(top) / Path(where).relative_to(place)
-            found += [(Path(where, n), inside / n) for n in sorted(names) if n.endswith(".py")]
-            if len(found) > MOST_FILES:
-                return found[:MOST_FILES]
-    return found
+            files += [(Path(where, n), inside / n) for n in sorted(names) if n.endswith(".py")]
+            if len(files) > MOST_FILES:
+                return files[:MOST_FILES]
+    return files
 
 
 def _find_imports(file: Path) -> list[str]:
@@ -88,8 +88,8 @@ def _find_imports(file: Path) -> list[str]:
 
 
 def _pin_requirements(installed: set[str]) -> list[str]:
-    known = packages_distributions() if installed - {"torch", "numpy", "pandas"} else {}
-    names = {dist for top in installed for dist in known.get(top, [])}
+    distributions = packages_distributions() if installed - {"torch", "numpy", "pandas"} else {}
+    names = {dist for top in installed for dist in distributions.get(top, [])}
     return sorted(f"{name}=={version(name)}" for name in names - {"torch", "numpy", "pandas"})
 
 

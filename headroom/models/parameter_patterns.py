@@ -25,15 +25,15 @@ def is_match(name: str, pattern: str) -> bool:
 def find_parameters(model: nn.Module, pattern: str, *, setting: str) -> list[nn.Parameter]:
     """Return the parameters that are meant. Raises ConfigError where there are none."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = [parameter for name, parameter in named.items() if is_match(name, pattern)]
-    if not found:
+    parameters = [parameter for name, parameter in named.items() if is_match(name, pattern)]
+    if not parameters:
         modules = [
             name for name, module in model.named_modules() if name and [*module.parameters()]
         ]
         near = get_close_matches(pattern[:80], [*modules, *named], SHOWN)
-        told = f"did you mean {' or '.join(near)}?" if near else f"it has {_list_some(named)}"
-        raise ConfigError(f"{setting}: {pattern[:80]!r} matches no parameter of the model; {told}")
-    return found
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {_list_some(named)}"
+        raise ConfigError(f"{setting}: {pattern[:80]!r} matches no parameter of the model; {hint}")
+    return parameters
 
 
 def _list_some(names: Iterable[str]) -> str:

@@ -65,16 +65,16 @@ class Predictor:
         if self.spec.get("columns"):
             missing = self.spec.get("missing", "fail")
             na = self.spec.get("na")
-            given = make_inputs(rows, self.spec["columns"], missing=missing, na=na)
-            found = self._outputs(given.x)
-            refuse_no_number(found[given.whole], self.spec["task"])
-            found[~given.whole] = np.nan
-            return found
+            inputs = make_inputs(rows, self.spec["columns"], missing=missing, na=na)
+            outputs = self._outputs(inputs.x)
+            refuse_no_number(outputs[inputs.whole], self.spec["task"])
+            outputs[~inputs.whole] = np.nan
+            return outputs
         x = make_array(rows, self.spec["feature_names"], tuple(self.spec["input_shape"]))
-        found = self._outputs(x)
+        outputs = self._outputs(x)
         whole = ~np.isnan(x).any(tuple(range(1, x.ndim)))
-        refuse_no_number(found[whole], self.spec["task"])
-        return found
+        refuse_no_number(outputs[whole], self.spec["task"])
+        return outputs
 
     def _outputs(self, x: np.ndarray) -> np.ndarray:
         parts = [
@@ -83,11 +83,11 @@ class Predictor:
         ]
         if not parts:
             return np.empty((0, self.spec["outputs"]))
-        found = torch.cat(parts).float().numpy()
+        joined = torch.cat(parts).float().numpy()
         if self.spec["task"] != "regression":
-            return found
+            return joined
         return restore_units(
-            found,
+            joined,
             offset=self.spec.get("target_offset", 0.0),
             scale=self.spec.get("target_scale", 1.0),
             log=self.spec.get("target_log") or (),
@@ -120,10 +120,10 @@ def _make_table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
         return pd.DataFrame(values, columns=columns)
     chances = outputs.softmax(1)
     best = chances.argmax(1)
-    known = (~outputs.isnan().any(1)).tolist()
+    is_known = (~outputs.isnan().any(1)).tolist()
     named = best.tolist() if names is None else [names[i] for i in best.tolist()]
-    if not all(known):
-        named = [name if there else None for name, there in zip(named, known, strict=True)]
+    if not all(is_known):
+        named = [name if there else None for name, there in zip(named, is_known, strict=True)]
     return pd.DataFrame(
         {
             "prediction": named,
@@ -141,10 +141,10 @@ class OwnPredictor(Predictor):
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        found = check_inputs(rows, self.spec)
+        checked = check_inputs(rows, self.spec)
         parts = [
             self.model(_move_to_device(x, self.device)).float().cpu()
-            for x in split_inputs(found, self.spec, ROWS)
+            for x in split_inputs(checked, self.spec, ROWS)
         ]
         if self.spec["task"] == "tokens":
             parts = [part[:, -1] for part in parts]
@@ -283,13 +283,13 @@ class OwnTokenPredictor(TokenPredictor):
     one length go through it together, and nothing is padded."""
 
     def _after(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
-        found: dict[int, torch.Tensor] = {}
+        by_length: dict[int, torch.Tensor] = {}
         for length in {len(sequence) for sequence in sequences}:
             alike = [i for i, sequence in enumerate(sequences) if len(sequence) == length]
             x = torch.from_numpy(np.stack([sequences[i] for i in alike])).to(self.device)
             last = self.model.logits(x)[:, -1].float().cpu()
-            found |= dict(zip(alike, last, strict=True))
-        return torch.stack([found[i] for i in range(len(sequences))])
+            by_length |= dict(zip(alike, last, strict=True))
+        return torch.stack([by_length[i] for i in range(len(sequences))])
 
 
 def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:

@@ -117,8 +117,8 @@ def read_outputs(result: Any, *, has_labels: bool = False) -> tuple[Tensor, Tens
 def find_numbers(result: Any) -> list[Tensor]:
     """Return the single numbers in what a model returned, as losses are."""
     parts = result.values() if isinstance(result, Mapping) else result
-    found = parts if isinstance(result, (tuple, list, Mapping)) else ()
-    tensors = (part for part in found if isinstance(part, Tensor))
+    values = parts if isinstance(result, (tuple, list, Mapping)) else ()
+    tensors = (part for part in values if isinstance(part, Tensor))
     return [tensor for tensor in tensors if not tensor.dim() and tensor.is_floating_point()]
 
 
@@ -177,8 +177,8 @@ def construct_model(
 ) -> nn.Module:
     """Build the factory's model. outputs: 0 where they are unknown. Raises ModelError."""
     offered = {"input_shape": tuple(input_shape)} | ({"outputs": outputs} if outputs else {})
-    given = bind_arguments(factory, args, offered, setting="model.args", refusal=ModelError)
-    model = call_factory(factory, given, setting="model.name", path=name, refusal=ModelError)
+    arguments = bind_arguments(factory, args, offered, setting="model.args", refusal=ModelError)
+    model = call_factory(factory, arguments, setting="model.name", path=name, refusal=ModelError)
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise ModelError(f"model.name: {name} must give an nn.Module (got {got}); return a model")
@@ -207,8 +207,8 @@ def rebuild_model(spec: Mapping[str, Any], folder: Path) -> OutputsOnly:
     missing: list[str] = []
     args = restore_secrets(spec["args"], "model.args", missing)
     if missing:
-        told = f"{missing[0]}: was hidden when the model was kept; give it in the environment as"
-        raise ModelError(f"{told} {make_variable_name(missing[0])}")
+        problem = f"{missing[0]}: was hidden when the model was kept; give it in the environment as"
+        raise ModelError(f"{problem} {make_variable_name(missing[0])}")
     model = construct_model(
         factory,
         spec["model"],

@@ -32,28 +32,28 @@ class UnseenTexts:
     def add(self, batch: Batch) -> None:
         """Look at the next rows."""
         self._all += len(batch.rows)
-        found = np.zeros(len(batch.rows), dtype=bool)
+        is_unseen_row = np.zeros(len(batch.rows), dtype=bool)
         for column in self._columns if hasattr(batch.rows, "columns") else ():
             if column["name"] not in batch.rows.columns:
                 continue
-            given = batch.rows[column["name"]]
-            unseen = [v for v in given.unique() if is_unseen(v, column, self._nothing)]
+            cells = batch.rows[column["name"]]
+            unseen = [v for v in cells.unique() if is_unseen(v, column, self._nothing)]
             for value in unseen:
-                rows = np.asarray(given == value)
+                rows = np.asarray(cells == value)
                 name = f"{column['name']}={str(value).strip()[:60]}"
                 self._first.setdefault(name, batch.first + int(rows.argmax()) + 1)
-                found |= rows
-        self._rows += int(found.sum())
+                is_unseen_row |= rows
+        self._rows += int(is_unseen_row.sum())
 
     def describe(self) -> str:
         """Describe them in a sentence; empty where there are none."""
         if not self._rows:
             return ""
-        told = [f"{name} (row {row})" for name, row in list(self._first.items())[:MOST_TOLD]]
+        texts = [f"{name} (row {row})" for name, row in list(self._first.items())[:MOST_TOLD]]
         more = len(self._first) - MOST_TOLD
         rest = f" and {more:,} more" if more > 0 else ""
         return (
             f"{self._rows:,} of {self._all:,} {'row' if self._all == 1 else 'rows'} "
             f"{'has' if self._rows == 1 else 'have'} texts that training never saw: "
-            f"{', '.join(told)}{rest}"
+            f"{', '.join(texts)}{rest}"
         )

@@ -170,8 +170,8 @@ def _restart_if_planned() -> None:
     """
     if _command is None or _command.next is None:
         return
-    told, words, environment = _command.next
-    print(told, file=sys.stderr, flush=True)
+    message, words, environment = _command.next
+    print(message, file=sys.stderr, flush=True)
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):
             if int(name) > 2:

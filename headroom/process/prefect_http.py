@@ -119,10 +119,10 @@ def find_dead_pool_runs(api: str, workers: Sequence[float]) -> dict[str, str]:
     Prefect itself would show them as running, or as about to run, for ever. workers: when those
     of the pool that live began, all on this host, in Unix time.
     """
-    asked = {"state": {"type": {"any_": LIVE}}}
+    query = {"state": {"type": {"any_": LIVE}}}
     begun = {
         run["id"]
-        for run in _read_pool_runs(api, asked)
+        for run in _read_pool_runs(api, query)
         if not _may_get_process(run["state"], workers)
     }
     alive = set()  # who is there is looked for after the runs
@@ -132,7 +132,7 @@ def find_dead_pool_runs(api: str, workers: Sequence[float]) -> dict[str, str]:
     dead = begun - alive
     return {
         run["id"]: run["name"]
-        for run in _read_pool_runs(api, asked)
+        for run in _read_pool_runs(api, query)
         if run["id"] in dead and not _may_get_process(run["state"], workers)
     }
 
@@ -155,8 +155,8 @@ def skip_missed_runs(api: str) -> int:
     Runs that a person asked for stay.
     """
     now = datetime.now(UTC).isoformat()
-    asked = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
-    missed = [run for run in _read_pool_runs(api, asked) if run["auto_scheduled"]]
+    query = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
+    missed = [run for run in _read_pool_runs(api, query) if run["auto_scheduled"]]
     missed.sort(key=lambda run: datetime.fromisoformat(run["expected_start_time"]))
     latest = {run["deployment_id"]: run["id"] for run in missed}
     earlier = [run["id"] for run in missed if run["id"] not in latest.values()]
@@ -167,9 +167,9 @@ def skip_missed_runs(api: str) -> int:
 
 
 def _read_pool_runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
-    asked = {"flow_runs": flow_runs, "work_pools": {"name": {"any_": [POOL]}}}
-    found: list[dict[str, Any]] = call_api("POST", f"{api}/flow_runs/filter", asked)
-    return found
+    query = {"flow_runs": flow_runs, "work_pools": {"name": {"any_": [POOL]}}}
+    answer: list[dict[str, Any]] = call_api("POST", f"{api}/flow_runs/filter", query)
+    return answer
 
 
 def set_state(api: str, run: str, *, type: str, message: str, name: str = "") -> None:
@@ -244,7 +244,7 @@ def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
     others went on with. Prefect may have been away then. host: what the runs call it, where that
     is another name.
     """
-    found: dict[str, FlowRunEnd] = {}
+    ends: dict[str, FlowRunEnd] = {}
     host = host or socket.gethostname()
     for file in sorted(runs.glob("*/run.json"), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -257,17 +257,17 @@ def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
                 message = f"Its training was gone on with{inside}, to its end."
                 resumed = FlowRunEnd("COMPLETED", message, at_s, RESUMED)
                 for id in filter(None, sent.get("earlier", "").split(",")):
-                    found.setdefault(id, resumed)
+                    ends.setdefault(id, resumed)
             if tags["host"] == host and not is_run_alive(tags):
-                found.setdefault(tags["prefect.flow_run_id"], replace(end, at_s=at_s))
-    return found
+                ends.setdefault(tags["prefect.flow_run_id"], replace(end, at_s=at_s))
+    return ends
 
 
 def _read_sent(folder: Path) -> dict[str, Any]:
     """Return what sent.json says."""
     with suppress(OSError, ValueError):
-        found = json.loads((folder / "sent.json").read_text())
-        return found if isinstance(found, dict) else {}
+        sent = json.loads((folder / "sent.json").read_text())
+        return sent if isinstance(sent, dict) else {}
     return {}
 
 
@@ -278,9 +278,9 @@ def correct_flow_runs(api: str, runs: Path) -> None:
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         if api:
-            known = read_flow_run_ends(runs)
-            end_dead_flow_runs(api, known)
-            correct_flow_run_ends(api, known)
+            ends = read_flow_run_ends(runs)
+            end_dead_flow_runs(api, ends)
+            correct_flow_run_ends(api, ends)
 
 
 def correct_flow_run_ends(
@@ -292,9 +292,9 @@ def correct_flow_run_ends(
     it has been. Raises OSError.
     """
     better = {id: end for id, end in known.items() if end.type == "COMPLETED"}
-    asked = {"id": {"any_": list(better)[:MOST]}}
-    found = _read_flow_runs(api, asked) if better else []
-    wrong = [run for run in found if _is_false(run["state"], better[run["id"]])]
+    query = {"id": {"any_": list(better)[:MOST]}}
+    flow_runs = _read_flow_runs(api, query) if better else []
+    wrong = [run for run in flow_runs if _is_false(run["state"], better[run["id"]])]
     for run in wrong if does else ():
         _set_end(api, run["id"], better[run["id"]])
     _explain_cancelled(api, known, does=does)
@@ -305,8 +305,8 @@ def _explain_cancelled(api: str, known: Mapping[str, FlowRunEnd], *, does: bool)
     """Say in the state of those that were cancelled where they are, and what goes on with them:
     their worker, which gave them that state, knows neither."""
     killed = {id: end.cancelled for id, end in known.items() if end.cancelled}
-    asked = {"id": {"any_": list(killed)[:MOST]}, "state": {"type": {"any_": ["CANCELLED"]}}}
-    for run in _read_flow_runs(api, asked) if killed and does else ():
+    query = {"id": {"any_": list(killed)[:MOST]}, "state": {"type": {"any_": ["CANCELLED"]}}}
+    for run in _read_flow_runs(api, query) if killed and does else ():
         if run["state"]["message"] != killed[run["id"]]:
             set_state(api, run["id"], type="CANCELLED", message=killed[run["id"]])
 
@@ -328,8 +328,8 @@ def end_dead_flow_runs(
     crashed. workers: when those of the work pool began that live, where all of them are this
     host's; then the pool's runs are looked at too. Returns them by their names; raises OSError."""
     live: dict[str, Any] = {"state": {"type": {"any_": LIVE}}}
-    asked = {run["id"]: run for run in _read_flow_runs(api, live)}
-    dead = {id: end for id, run in asked.items() if (end := _find_end(run, known)) is not None}
+    by_id = {run["id"]: run for run in _read_flow_runs(api, live)}
+    dead = {id: end for id, run in by_id.items() if (end := _find_end(run, known)) is not None}
     # What ended while we looked has said so by now.
     still = _read_flow_runs(api, live | {"id": {"any_": list(dead)}}) if dead else []
     names = {run["id"]: run["name"] for run in still}
@@ -344,10 +344,10 @@ def _set_end(api: str, id: str, end: FlowRunEnd) -> None:
 
 
 def _read_flow_runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = call_api(
+    answer: list[dict[str, Any]] = call_api(
         "POST", f"{api}/flow_runs/filter", {"flow_runs": flow_runs}
     )
-    return found
+    return answer
 
 
 def _find_end(run: dict[str, Any], known: Mapping[str, FlowRunEnd]) -> FlowRunEnd | None:

@@ -75,8 +75,8 @@ def _redact_error(error: BaseException) -> None:
     error.args = tuple(redact(a) if isinstance(a, str) else a for a in error.args)
     held = ("strerror", "filename", "filename2") if isinstance(error, OSError) else ()
     for name in held:  # what its text is made of
-        if isinstance(told := getattr(error, name), str):
-            setattr(error, name, redact(told))
+        if isinstance(text := getattr(error, name), str):
+            setattr(error, name, redact(text))
     if hasattr(error, "__notes__"):
         error.__notes__ = [redact(note) for note in error.__notes__]
 

@@ -43,8 +43,8 @@ class RunTask(Task[P, R]):
         """Run the task here, in this thread: signals reach it."""
         # For a slot of the tag that this process is known by, each task would ask Prefect: with its
         # server away, for a minute, to fail then.
-        asked = TagsContext.get().current_tags
-        with TagsContext(current_tags={tag for tag in asked if not tag.startswith(f"{TAG}:")}):
+        tags = TagsContext.get().current_tags
+        with TagsContext(current_tags={tag for tag in tags if not tag.startswith(f"{TAG}:")}):
             run, call = CURRENT_RUN.get(), super().__call__ if IS_RECORDED.get() else self.fn
             if run is None:
                 return call(*args, **kwargs)

@@ -94,9 +94,9 @@ class Ranks:
         """Return the values of all ranks, by rank. All must call it, in the same order."""
         if self.is_alone:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def make_side_group(self) -> Ranks:
         """Return the same ranks with a process group of their own, so that another thread can
@@ -107,9 +107,9 @@ class Ranks:
         """Return rank 0's value on all ranks. All must call it."""
         if self.is_alone:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0)
+        return holder[0]
 
     def broadcast_flag(self, is_so: bool) -> bool:
         """Return rank 0's `is_so` on all ranks. All must call it; it takes a tenth of a
@@ -129,8 +129,8 @@ class Ranks:
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the sums over the ranks of values of the same names. All must call it."""
-        found = self.all_gather(dict(values))
-        return {name: sum(of[name] for of in found) for name in values}
+        by_rank = self.all_gather(dict(values))
+        return {name: sum(of[name] for of in by_rank) for name in values}
 
     @torch.no_grad()
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -292,12 +292,14 @@ def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
     """Raise ConfigError on all ranks where they were not started with the same things, by name."""
-    found = ranks.all_gather(dict(things))
-    for name, ours in found[0].items():
-        for rank, theirs in enumerate(found):
+    by_rank = ranks.all_gather(dict(things))
+    for name, ours in by_rank[0].items():
+        for rank, theirs in enumerate(by_rank):
             if theirs.get(name) != ours:
-                told = f"{ours!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}"
-                raise ConfigError(f"{name}: is {told}; start all processes of a training alike")
+                difference = f"{ours!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}"
+                raise ConfigError(
+                    f"{name}: is {difference}; start all processes of a training alike"
+                )
 
 
 def store_micro_batch(store: Any, rows: int) -> None:

@@ -58,8 +58,8 @@ class ParallelModel:
         for parameter in trained:
             parameter.grad = None  # those to come lie in its buckets
         # Buffers of the lead are given to all before they are judged. PyTorch 2.13 has a new name.
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known)
+        parameters = inspect.signature(DistributedDataParallel).parameters
+        buffers = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in parameters)
         together = cast(Any, DistributedDataParallel)(
             self._model,
             device_ids=None if self._device.type == "cpu" else [self._device],
@@ -110,11 +110,11 @@ def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> n
         dist.broadcast(tensor.detach(), 0)
     if recompute:
         recompute_activations(model)
-    found = find_shard_units(model)
+    units = find_shard_units(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*found, model):
+    for module in (*units, model):
         fully_shard(module, mesh=mesh)
-    for module in (*found, model):
+    for module in (*units, model):
         sharded = cast("FSDPModule", module)
         # What it is gathered into is made once: in an evaluation it would be fit for no training.
         sharded.unshard()

@@ -136,12 +136,12 @@ def _render_block(block: Block) -> str:
 
 
 def _render_details(title: str, values: Mapping[str, Any] | None) -> str:
-    known = {k: v for k, v in sorted((values or {}).items()) if v is not None}
-    known.pop("mlflow.note.content", None)  # this report again
+    shown = {k: v for k, v in sorted((values or {}).items()) if v is not None}
+    shown.pop("mlflow.note.content", None)  # this report again
     rows = "".join(
         f"<tr><td>{escape(make_printable(k, limit=250))}</td>"
         f"<td>{escape(_format_value(v))}</td></tr>"
-        for k, v in known.items()
+        for k, v in shown.items()
     )
     opened = f"<details><summary>{escape(title)}</summary><table>{rows}</table></details>"
     return opened if rows else ""

@@ -76,8 +76,8 @@ def _draw_loss(run: Mapping[str, Any]) -> Figure | None:
         points = _read_points(run, name)
         _draw_lines(axes[-1], [("", GREEN, points)], title)
         value = (run.get("metrics") or {}).get(name)
-        told = next((p for p in points if p[1] == value), points[-1])  # of the weights kept
-        _mark_point(axes[-1], told, f"{told[1]:.4g}")
+        marked = next((p for p in points if p[1] == value), points[-1])  # of the weights kept
+        _mark_point(axes[-1], marked, f"{marked[1]:.4g}")
     return axes[0].figure  # type: ignore[return-value]
 
 
@@ -114,9 +114,9 @@ def _choose_unit(largest_mib: float) -> tuple[str, float]:
 
 def _read_points(run: Mapping[str, Any], name: str) -> Points:
     """Return the finite values of a series by step, thinned to what a picture can show."""
-    given = (run.get("series") or {}).get(name) or ()
+    series = (run.get("series") or {}).get(name) or ()
     first: dict[float, float] = {}  # of a step: what is said again at the end is of a kept epoch
-    for p in given:
+    for p in series:
         first.setdefault(float(p[0]), float(p[1]))
     points = sorted(first.items())
     points = [p for p in points if math.isfinite(p[1]) and abs(p[1]) < 1e300]  # MLflow's inf
@@ -126,8 +126,8 @@ def _read_points(run: Mapping[str, Any], name: str) -> Points:
 
 def _read_lines(run: Mapping[str, Any], place: Place) -> list[Line]:
     wanted = zip(list_words(place), COLOURS[place], strict=True)
-    found = [(label, colour, _read_points(run, name)) for (name, label), colour in wanted]
-    return [line for line in found if line[2]]
+    lines = [(label, colour, _read_points(run, name)) for (name, label), colour in wanted]
+    return [line for line in lines if line[2]]
 
 
 def _drop_repeated_colours(lines: list[Line]) -> list[Line]:
@@ -139,8 +139,8 @@ def _drop_repeated_colours(lines: list[Line]) -> list[Line]:
 
 
 def _find_blocks(run: Mapping[str, Any], title: str) -> tuple[Block, ...]:
-    found = [s.blocks for s in make_report(run).sections if s.title == title]
-    return found[0] if found else ()
+    blocks = [s.blocks for s in make_report(run).sections if s.title == title]
+    return blocks[0] if blocks else ()
 
 
 def make_panels(count: int) -> list[Axes]:
@@ -245,19 +245,19 @@ CAPTION = (
 
 def draw_trend(run: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write trend.png, where there is a trend, and return its path."""
-    found = [one for one in run.get("trend") or () if math.isfinite(one["values"][-1])]
-    if not found:
+    trends = [one for one in run.get("trend") or () if math.isfinite(one["values"][-1])]
+    if not trends:
         return []
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    columns = min(COLUMNS, len(found))
-    axes = [*figure.subplots(-(-len(found) // columns), columns, squeeze=False).flat]
-    for ax, one in zip(axes, found, strict=False):
+    columns = min(COLUMNS, len(trends))
+    axes = [*figure.subplots(-(-len(trends) // columns), columns, squeeze=False).flat]
+    for ax, one in zip(axes, trends, strict=False):
         _draw_trend_panel(ax, one)
-    for ax in axes[len(found) :]:
+    for ax in axes[len(trends) :]:
         ax.set_axis_off()
     figure.supxlabel(CAPTION, fontsize=9, color=GREY)
     figure.savefig(folder / "trend.png", metadata={"Software": None})
@@ -296,15 +296,15 @@ FEW_CLASSES = 12  # classes: names lie straight, numbers are large
 
 def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
     """Draw the confusion matrix of this part: a line a class, coloured by the share of its rows."""
-    found = (run.get("classes") or {}).get(part)
-    if not found:
+    classes = (run.get("classes") or {}).get(part)
+    if not classes:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names, matrix = (
-        [shorten_class_name(name, NAMES_SHOWN) for name in found["drawn"]],
-        found["matrix"],
+        [shorten_class_name(name, NAMES_SHOWN) for name in classes["drawn"]],
+        classes["matrix"],
     )
     count = len(names)
     side = min(12.0, max(4.6, 1.8 + 0.34 * count))
@@ -326,7 +326,7 @@ def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
     ax.spines[:].set_visible(False)
     ax.set_xlabel("predicted class", fontsize=9, color=GREY)
     ax.set_ylabel("true class", fontsize=9, color=GREY)
-    some = "" if count == found["count"] else f", the {count} most confused of {found['count']}"
+    some = "" if count == classes["count"] else f", the {count} most confused of {classes['count']}"
     ax.set_title(f"{PARTS[part].capitalize()} rows by class{some}", **TITLE)
     return figure
 

@@ -128,10 +128,10 @@ def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     for part, found in (run.get("classes") or {}).items():
         listed = [(shorten_class_name(row[0], limit), *row[1:]) for row in found["listed"]]
         worst = sorted(listed, key=lambda row: row[-1])[:WORST]
-        told = ", ".join(
+        sentence = ", ".join(
             f"{name}: {format_number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst
         )
-        lines.append(f"lowest F1 of the {PARTS[part]} rows: {told}")
+        lines.append(f"lowest F1 of the {PARTS[part]} rows: {sentence}")
         title = f"{PARTS[part]} rows by class"
         if len(listed) < found["count"]:
             title += f", the {len(listed)} of {found['count']} with the lowest F1"
@@ -242,7 +242,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     metrics = _read_numbers(run, finite=True)
     tags = _read_texts(run, limit)
     warnings = tuple(make_printable(words, limit=limit) for words in run.get("warnings") or ())
-    found = (
+    sections = (
         Section("Warnings", warnings, ok=False),
         _make_gate_section(run, tags, limit),
         _make_training_section(run, learned, limit),
@@ -260,19 +260,19 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
         status=make_printable(run.get("status") or "", limit=20),
         headline=_make_headline(learned, metrics, tags),
         error=make_printable(run["error"], limit=limit) if run.get("error") else None,
-        sections=tuple(s for s in found if s.lines or s.blocks),
+        sections=tuple(s for s in sections if s.lines or s.blocks),
     )
 
 
 def _read_numbers(run: Mapping[str, Any], *, finite: bool) -> dict[str, float]:
-    given = (run.get("metrics") or {}).items()
-    known = {k: float(v) for k, v in given if isinstance(v, Real)}
-    return {k: v for k, v in known.items() if not finite or math.isfinite(v)}
+    items = (run.get("metrics") or {}).items()
+    numbers = {k: float(v) for k, v in items if isinstance(v, Real)}
+    return {k: v for k, v in numbers.items() if not finite or math.isfinite(v)}
 
 
 def _read_texts(run: Mapping[str, Any], limit: int) -> dict[str, str]:
-    given = (run.get("tags") or {}).items()
-    texts = {k: make_printable(v, limit=limit) for k, v in given if v is not None}
+    items = (run.get("tags") or {}).items()
+    texts = {k: make_printable(v, limit=limit) for k, v in items if v is not None}
     return {k: text for k, text in texts.items() if text}
 
 
@@ -289,7 +289,7 @@ def _make_headline(learned: Numbers, metrics: Numbers, tags: Mapping[str, str]) 
 
 def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     params = {k: v for k, v in (run.get("params") or {}).items() if v is not None}
-    asked = (
+    settings = (
         (("model.name",), "{} on {}"),
         (("optim.name", "optim.lr"), "{} at lr {}"),
         (("train.batch_size",), "batch {}"),
@@ -300,7 +300,7 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
     source = params.get("data.path") or params.get("data.source") or "unknown data"
     recipe = [
         template.format(*(make_printable(params[k], limit=min(limit, 60)) for k in keys), source)
-        for keys, template in asked
+        for keys, template in settings
         if all(k in params for k in keys)
     ]
     recipe = ["1 epoch" if part == "1 epochs" else part for part in recipe]
@@ -359,7 +359,7 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
     """Return lines of what several processes have measured, from the least to the most."""
     if "ranks" not in tags:
         return ()
-    told = []
+    lines = []
     memory_first = sorted(list_words(Place.RANKS), key=lambda one: find_unit(one[0]) != "MiB")
     for metric, words in memory_first:
         name, unit = metric.partition("/")[2], _choose_format(metric)
@@ -368,12 +368,12 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
             continue
         where = tags.get(f"ranks.{name}_most")
         most_words = f"{unit(most)} on {where}" if where else unit(most)
-        told.append(
+        lines.append(
             f"{words} {unit(least)} to {most_words}" if most > least else f"{words} {unit(most)}"
         )
     again = tags.get("ranks.restarts")
     again_words = [f"began again {again} times after a lost one"] if again else []
-    return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *told]))
+    return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *lines]))
 
 
 def _make_gate_section(run: Mapping[str, Any], tags: Mapping[str, str], limit: int) -> Section:

@@ -215,12 +215,12 @@ def _render_markdown(report: Report, command: str) -> str:
 
 def _render_first_lines(report: Report) -> list[str]:
     """Return what matters in three lines: MLflow's page of a run shows no more of it unasked."""
-    known = {section.title: section.lines for section in report.sections if section.lines}
-    doubts = [report.error or "", *known.get("Warnings", ()), *known.get("Gate", ())]
+    first_lines = {section.title: section.lines for section in report.sections if section.lines}
+    doubts = [report.error or "", *first_lines.get("Warnings", ()), *first_lines.get("Gate", ())]
     doubts = [doubt for doubt in doubts if doubt]
     more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
-    peak = known.get("Memory", ("",))[0].partition(",")[0]
-    release = ", ".join(known.get("Release", ("",))[0].split(", ")[:2])
+    peak = first_lines.get("Memory", ("",))[0].partition(",")[0]
+    release = ", ".join(first_lines.get("Release", ("",))[0].split(", ")[:2])
     facts = ", ".join([*report.headline, *([] if report.headline else [report.name])])
     lines = [
         f"**{_escape_markup(' '.join(filter(None, (report.status, facts))))}**",

@@ -272,26 +272,27 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         for other in [*_open]:  # the cell of a notebook is run again
             if not other._is_within and any(o is p for o in other.loop.optimizers for p in mine):
                 other.abandon("another account was opened on its optimizer")
-        found = self._clock.time_stage("detect_device", self._detect, device, things)
-        self._device = found
+        device_facts = self._clock.time_stage("detect_device", self._detect, device, things)
+        self._device = device_facts
         self._found.tags |= {
-            **make_device_tags(found, self._source),
+            **make_device_tags(device_facts, self._source),
             **_find_flow_run_tags(),
-            "gate.of": self._make_gate_key(found),
+            "gate.of": self._make_gate_key(device_facts),
         }
         super().__enter__()
         try:
-            self._clock.time_stage("open_run", self._open, found)
-            is_alone = found.kind == "cpu" or not _measuring.get(found.name)
+            self._clock.time_stage("open_run", self._open, device_facts)
+            is_alone = device_facts.kind == "cpu" or not _measuring.get(device_facts.name)
             if not is_alone:
                 self.warn(
-                    f"device: another account of this process measures {found.name}; the peaks "
+                    f"device: another account of this process measures {device_facts.name}; the "
+                    "peaks "
                     "of this one are not known"
                 )
-            _measuring[found.name] = _measuring.get(found.name, 0) + 1
-            self._held.callback(_stop_measuring, found.name)
+            _measuring[device_facts.name] = _measuring.get(device_facts.name, 0) + 1
+            self._held.callback(_stop_measuring, device_facts.name)
             self._loop = OwnLoop(
-                found.name,
+                device_facts.name,
                 log=self._keep,
                 measures_peaks=is_alone,
                 tell=self.warn,
@@ -344,10 +345,10 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _detect(self, asked: Any, things: Any) -> DeviceFacts:
         name, how = find_device(asked, things)
-        found = detect_best_device(name)
-        _, bracket, rest = found.reason.partition(" (")
+        chosen = detect_best_device(name)
+        _, bracket, rest = chosen.reason.partition(" (")
         return replace(
-            found,
+            chosen,
             reason=f"{name}, {how}{bracket}{rest}",
             baseline_bytes=leaks.read_in_use_bytes(name),
         )
@@ -392,26 +393,26 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _classify(self, error: BaseException | None) -> BaseException | None:
         """Return the error that the run failed by, if that was one; keep how it ended."""
-        found = self._found
-        if error is None or found.failure is not None:
+        findings = self._found
+        if error is None or findings.failure is not None:
             return error
         if isinstance(error, GeneratorExit) or (
             isinstance(error, SystemExit) and error.code in (None, 0)
         ):
             how = "sys.exit(0)" if isinstance(error, SystemExit) else "closing its generator"
-            found.stopped = f"the program ended it by {how}"
+            findings.stopped = f"the program ended it by {how}"
             return None
         if isinstance(error, signals.Terminated):
-            found.failure = Failure("signal", "terminated", "KILLED")
+            findings.failure = Failure("signal", "terminated", "KILLED")
         elif isinstance(error, SystemExit):
-            found.failure = Failure("user_code", f"sys.exit({error.code!r})")
+            findings.failure = Failure("user_code", f"sys.exit({error.code!r})")
         elif isinstance(error, KeyboardInterrupt):
-            found.failure = Failure("signal", "interrupted", "KILLED")
+            findings.failure = Failure("signal", "interrupted", "KILLED")
         elif is_oom(error) and self._loop is not None and self._device is not None:
             explanation = explain_own_failure(
                 error, self._loop, device=self._device.name, folder=self.folder
             )
-            found.fail(OutOfMemory(explanation))
+            findings.fail(OutOfMemory(explanation))
         return error
 
     def _prepare_end(self, error: BaseException | None) -> None:

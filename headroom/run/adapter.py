@@ -47,11 +47,11 @@ class Adapter(Guarded):
         if self.run is not None:
             self.run.abandon()
             self.run.send_added()
-        told: list[str] = []
-        names = FitNames("params", told.append)
-        known = dict(flatten_params(params, names.fit))
-        asked = {**given, **self._asked, "params": {**known, **self._params}}
-        self.run = Account(**asked).begin(is_owed=True, owner=owner)
-        for text in told:
+        renamed: list[str] = []
+        names = FitNames("params", renamed.append)
+        known_params = dict(flatten_params(params, names.fit))
+        arguments = {**given, **self._asked, "params": {**known_params, **self._params}}
+        self.run = Account(**arguments).begin(is_owed=True, owner=owner)
+        for text in renamed:
             self.run.warn(text)
         return self.run

@@ -72,8 +72,8 @@ def classify_failure(error: BaseException) -> Failure:
         getattr(one, "errno", None) in (ENOSPC, EDQUOT) or _is_match(_FULL, one) for one in errors
     ):
         return Failure("disk_full", said)
-    found = next(filter(None, map(_find_kind, errors)), None)
-    return Failure(found[0], said, cure=found[1]) if found else Failure("user_code", said)
+    kind = next(filter(None, map(_find_kind, errors)), None)
+    return Failure(kind[0], said, cure=kind[1]) if kind else Failure("user_code", said)
 
 
 def _find_kind(
@@ -92,8 +92,8 @@ def _find_kind(
     if isinstance(error, Diverged):
         return "diverged", "never"
     if isinstance(error, OutOfMemory) or is_oom(error):
-        told = error.explanation.told if isinstance(error, OutOfMemory) else None
-        return "out_of_memory", "always" if told and told.is_held_by_others else "never"
+        explained = error.explanation.told if isinstance(error, OutOfMemory) else None
+        return "out_of_memory", "always" if explained and explained.is_held_by_others else "never"
     if isinstance(error, RuntimeError) and _ASSERT in str(error):
         return "user_code", "never"
     if isinstance(error, RuntimeError) and _is_match(_LOST, error):

@@ -127,7 +127,7 @@ class Findings:
 def make_device_tags(device: DeviceFacts, source: str = "flows/train.py") -> dict[str, str]:
     """Return the tags of the device and of this process, which the file `source` runs in; what is
     not known has none."""
-    found = {
+    tags = {
         "device": device.name,
         "device.kind": device.kind,
         "device.model": device.model,
@@ -140,7 +140,7 @@ def make_device_tags(device: DeviceFacts, source: str = "flows/train.py") -> dic
         "accelerator.runtime": device.runtime,
         "driver.version": device.driver_version,
     }
-    return {k: v for k, v in found.items() if v is not None} | make_process_tags(source)
+    return {k: v for k, v in tags.items() if v is not None} | make_process_tags(source)
 
 
 def make_process_tags(source: str) -> dict[str, str]:
@@ -149,7 +149,7 @@ def make_process_tags(source: str) -> dict[str, str]:
     By these a run is found whose process died.
     """
     me = psutil.Process()
-    found = {
+    tags = {
         "host": socket.gethostname(),
         "pid": str(me.pid),
         "process.started_at": f"{me.create_time():.2f}",
@@ -158,7 +158,7 @@ def make_process_tags(source: str) -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _find_user(),
     }
-    return {k: v for k, v in found.items() if v is not None}
+    return {k: v for k, v in tags.items() if v is not None}
 
 
 def make_device_json(device: DeviceFacts) -> str:
@@ -186,9 +186,9 @@ def make_data_inputs(data: DataConfig, facts: DataFacts) -> list[dict[str, str]]
     if data.path is not None:
         kind, source = "local", json.dumps({"uri": str(Path(data.path).absolute())})
     name, schema = Path(data.path or data.source).name, json.dumps(_make_schema(facts))
-    told = {"source_type": kind, "source": source, "digest": facts.fingerprint[:36]}
+    description = {"source_type": kind, "source": source, "digest": facts.fingerprint[:36]}
     if len(schema) <= SCHEMA_LIMIT:
-        told["schema"] = schema
+        description["schema"] = schema
     parts: tuple[tuple[str, str, int], ...] = (
         ("training", name, facts.train_rows),
         ("validation", f"{name} (val)", facts.val_rows),
@@ -196,7 +196,7 @@ def make_data_inputs(data: DataConfig, facts: DataFacts) -> list[dict[str, str]]
     if facts.test_rows:
         parts += (("test", f"{name} (test)", facts.test_rows),)
     return [
-        {**told, "context": part, "name": called, "profile": json.dumps({"num_rows": rows})}
+        {**description, "context": part, "name": called, "profile": json.dumps({"num_rows": rows})}
         for part, called, rows in parts
     ]
 

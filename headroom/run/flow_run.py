@@ -121,27 +121,27 @@ def _is_of_server(error: Exception) -> bool:
 @contextmanager
 def forget_prefect() -> Iterator[None]:
     """Let nothing be told to Prefect in the block, nor by the process that sends the run."""
-    known = os.environ.pop("PREFECT_API_URL", None)
+    api = os.environ.pop("PREFECT_API_URL", None)
     token = IS_RECORDED.set(False)
     try:
         with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
             yield
     finally:
         IS_RECORDED.reset(token)
-        if known is not None:
-            os.environ["PREFECT_API_URL"] = known
+        if api is not None:
+            os.environ["PREFECT_API_URL"] = api
 
 
 def make_run_name() -> str:
     """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
     on what and when; one whose settings are wrong by what is wrong, which is then the first that
     Prefect shows and logs of it. Prefect asks for it when the flow begins."""
-    asked = flow_run.parameters or {}
-    config = asked.get("config") or {}
+    parameters = flow_run.parameters or {}
+    config = parameters.get("config") or {}
     try:
         if not isinstance(config, RunConfig):
             config = make_config(config)
-        config = override_config(config, asked.get("overrides"))
+        config = override_config(config, parameters.get("overrides"))
     except ConfigError as error:
         return make_printable(f"refused: {redact(error.problems[0])}", limit=NAME_LETTERS)
     return make_default_name(config)
@@ -185,11 +185,11 @@ def open_run(
 def _show_interruption(record: Record) -> None:
     """Show the report of a run that was cancelled, with where MLflow has it and what goes on."""
     with suppress(Exception):  # it is to end now
-        told = record.run
-        report = run_report.make_markdown(told, open_command="")
-        text = f"{make_flow_run_end(told).cancelled}\n\n{report}"
-        headline = ", ".join(make_report(told).headline)
-        show_markdown(text, make_artifact_key("report", told["name"]), headline)
+        finished = record.run
+        report = run_report.make_markdown(finished, open_command="")
+        text = f"{make_flow_run_end(finished).cancelled}\n\n{report}"
+        headline = ", ".join(make_report(finished).headline)
+        show_markdown(text, make_artifact_key("report", finished["name"]), headline)
 
 
 def show_waiting(reason: str) -> None:
@@ -236,19 +236,21 @@ def publish_run(run: Record) -> Any:
     """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
     flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
     MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    told = run.run
-    opens = told["open_command"] if told["run_id"] else ""  # MLflow may not know the run yet
+    finished = run.run
+    opens = (
+        finished["open_command"] if finished["run_id"] else ""
+    )  # MLflow may not know the run yet
     page = next((word for word in opens.split() if word.startswith("http")), "")
-    text = run_report.make_markdown(told, open_command="" if opens == page else opens)
-    headline = ", ".join(make_report(told).headline)
+    text = run_report.make_markdown(finished, open_command="" if opens == page else opens)
+    headline = ", ".join(make_report(finished).headline)
     link = f"[Open it in MLflow]({page})\n\n" if page else ""
-    if show_markdown(link + text, make_artifact_key("report", told["name"]), headline):
-        _show_tags(told["tags"])
-    end = make_flow_run_end(told, told.get("unsent", ""))
+    if show_markdown(link + text, make_artifact_key("report", finished["name"]), headline):
+        _show_tags(finished["tags"])
+    end = make_flow_run_end(finished, finished.get("unsent", ""))
     if end.type == "FAILED":
-        raise GateFailed(told)
+        raise GateFailed(finished)
     said = end.message if end.name else headline
-    return Completed(name=end.name or None, message=f"{said}\n{page}".strip(), data=told)
+    return Completed(name=end.name or None, message=f"{said}\n{page}".strip(), data=finished)
 
 
 def make_artifact_key(kind: str, name: str) -> str:
@@ -326,8 +328,8 @@ class CalledFlow(Flow[..., Any]):
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """Return what Prefect keeps of them; its own method imports fastapi for that, 0.3 s."""
         kept = {name: _make_plain(value) for name, value in self.shown(parameters).items()}
-        found: dict[str, Any] = redact_nested(kept)
-        return found
+        serialized: dict[str, Any] = redact_nested(kept)
+        return serialized
 
 
 def _make_plain(value: Any) -> Any:
@@ -409,10 +411,10 @@ def make_flow_run_tags() -> dict[str, str]:
     part_of = {"mlflow.parentRunId": parent} if parent else {}
     if not flow_run.id:
         return part_of
-    found = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
+    tags = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
     if not is_temporary_api(PREFECT_API_URL.value() or ""):
-        found["prefect.flow_run_url"] = remove_login(flow_run.ui_url or "")
-    return {k: str(v) for k, v in found.items() if v}
+        tags["prefect.flow_run_url"] = remove_login(flow_run.ui_url or "")
+    return {k: str(v) for k, v in tags.items() if v}
 
 
 def _make_own_key() -> str:

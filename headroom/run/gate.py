@@ -116,15 +116,15 @@ SPEEDS = tuple(figure.metric for figure in FIGURES if figure.limits.gate == "slo
 
 def _list_score_figures(metrics: Mapping[str, float]) -> list[Figure]:
     """Return the first score that the run has, and its loss: it may be worse at an equal score."""
-    found = []
+    figures = []
     score = next((name for name in list_shown(Place.GOAL) if name in metrics), None)
     if score is not None and not is_lower_better(score):
-        found.append(Figure(score, f"{score} {{}}", Limits("worse", unit=0.005)))
+        figures.append(Figure(score, f"{score} {{}}", Limits("worse", unit=0.005)))
         if LOSS in metrics:
-            found.append(Figure(LOSS, f"{LOSS} {{}}", Limits("worse", near=0.04, far=0.08)))
+            figures.append(Figure(LOSS, f"{LOSS} {{}}", Limits("worse", near=0.04, far=0.08)))
     elif score is not None:
-        found.append(Figure(score, f"{score} {{}}", Limits("worse", near=0.02, far=0.04)))
-    return found
+        figures.append(Figure(score, f"{score} {{}}", Limits("worse", near=0.02, far=0.04)))
+    return figures
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ def compare_with_history(
     if verdict.gate in GATES and (called := run.get("run_id") or run.get("name")):
         accept = f"python -m flows.runs --accept {shlex.quote(called)}"
         tags["gate.why"] += f"; if this is to be the level from now on: {accept}"
-    found = {"tags": tags, "trend": verdict.trend}
+    outcome = {"tags": tags, "trend": verdict.trend}
     if verdict.warning:
-        found["warnings"] = [*(run.get("warnings") or ()), verdict.warning]
-        tags["warnings"] = "\n".join(found["warnings"])
+        outcome["warnings"] = [*(run.get("warnings") or ()), verdict.warning]
+        tags["warnings"] = "\n".join(outcome["warnings"])
     if name:
         score = next((score for score in list_shown(Place.GOAL) if score in metrics), "")
-        told = {"metric": score, "value": metrics.get(score), "lower": is_lower_better(score)}
-        found["register"] = {"name": name, "passed": verdict.gate in (OK, NEW), **told}
-    return found
+        champion = {"metric": score, "value": metrics.get(score), "lower": is_lower_better(score)}
+        outcome["register"] = {"name": name, "passed": verdict.gate in (OK, NEW), **champion}
+    return outcome
 
 
 def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> Verdict:
@@ -201,7 +201,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     if len(good) < NEEDED_RUNS:
         return Verdict(NEW, f"{len(good)} of the {NEEDED_RUNS} runs that a comparison needs")
     usual_ms = find_usual_ms(good)
-    told: dict[str, list[str]] = {kind: [] for kind in GATES}
+    problems: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     for figure in (*_list_score_figures(now), *FIGURES):
         seen = _FigureHistory.collect(figure, now, runs, since, last=gate.last, usual_ms=usual_ms)
@@ -210,11 +210,11 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         words = seen.describe()
         trend.append(seen.make_trend(is_beyond=bool(words)))
         if words:
-            told[figure.limits.gate].append(words)
-    if told["slower"]:
-        told["slower"] += _describe_phase(now, good)
-    worst = next((kind for kind in GATES if told[kind]), OK)
-    why = "; ".join(words for kind in GATES for words in told[kind])
+            problems[figure.limits.gate].append(words)
+    if problems["slower"]:
+        problems["slower"] += _describe_phase(now, good)
+    worst = next((kind for kind in GATES if problems[kind]), OK)
+    why = "; ".join(words for kind in GATES for words in problems[kind])
     why = why or f"within the limits of the last {len(good)} runs"
     warning = ""
     if not_judged := describe_disturbance(now, usual_ms, BUSY):
@@ -416,10 +416,10 @@ def _describe_phase(now: Mapping[str, float], good: Sequence[Mapping[str, float]
     grown = {}
     for phase in list_phases(PhaseKind.STEP):
         name = phase.metric
-        known = [value for run in good if (value := _read_value(run, name)) is not None]
+        values = [value for run in good if (value := _read_value(run, name)) is not None]
         mine = _read_value(now, name)
-        if known and mine is not None and mine > median(known):
-            grown[phase.name.replace("_", " ")] = mine - median(known)
+        if values and mine is not None and mine > median(values):
+            grown[phase.name.replace("_", " ")] = mine - median(values)
     if not grown:
         return []
     most = max(grown, key=lambda phase: grown[phase])

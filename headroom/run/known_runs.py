@@ -87,8 +87,8 @@ class RunStart:
         """
         spent_s = self.spent_s
         try:
-            told = read_json(folder / "run.json")["metrics"]["time/total_s"]
-            spent_s = max(spent_s, float(told))
+            total_s = read_json(folder / "run.json")["metrics"]["time/total_s"]
+            spent_s = max(spent_s, float(total_s))
         except (ValueError, LookupError, TypeError):
             with suppress(OSError):
                 spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
@@ -118,9 +118,9 @@ def read_json(file: Path) -> dict[str, Any]:
     Empty where it is not there, or is damaged.
     """
     with suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
-        if isinstance(found, dict):
-            return found
+        content = json.loads(file.read_text())
+        if isinstance(content, dict):
+            return content
     return {}
 
 
@@ -130,8 +130,8 @@ def list_run_folders(runs: Path) -> list[Path]:
     A folder's name has the time of a clock, which may be that of another time zone, or of the
     hour that comes twice.
     """
-    found = (file.parent for file in runs.glob(f"*/{START}"))
-    return sorted(found, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
+    folders = (file.parent for file in runs.glob(f"*/{START}"))
+    return sorted(folders, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
 
 
 def choose_made_at(runs: Path) -> float:
@@ -187,8 +187,8 @@ class Announcement:
 
     def __init__(self, folder: Path, name: str) -> None:
         me = psutil.Process()
-        told = {"name": redact(name), "folder": str(folder), "pid": me.pid}
-        self.live = LiveRun(**told, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
+        content = {"name": redact(name), "folder": str(folder), "pid": me.pid}
+        self.live = LiveRun(**content, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
         self._place = leases.find_lease_folder()
         self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
@@ -233,19 +233,19 @@ def find_live_runs() -> list[LiveRun]:
 
     Files of trainings that are gone are removed.
     """
-    found = []
+    live_runs = []
     for path in leases.list_trusted_files(leases.find_lease_folder(), "*.run"):
         if not is_held(path):
             with suppress(OSError):
                 path.unlink()
         elif (live := _read_live_run(path)) is not None:
-            found.append(live)
-    return found
+            live_runs.append(live)
+    return live_runs
 
 
 def find_left_files() -> list[Path]:
     """Return this user's announcements and queue tickets whose processes are gone."""
-    found = []
+    files = []
     for path in leases.list_trusted_files(leases.find_lease_folder(), "*.*"):
         with suppress(OSError):
             about = path.lstat()
@@ -254,8 +254,8 @@ def find_left_files() -> list[Path]:
                 path.suffix == ".new" and time.time() - about.st_mtime > NEW_S
             )
             if is_left and about.st_uid == os.getuid() and not is_held(path):
-                found.append(path)
-    return found
+                files.append(path)
+    return files
 
 
 def is_live(live: LiveRun) -> bool:
@@ -296,9 +296,9 @@ def _read_live_run(path: Path) -> LiveRun | None:
                 file.read(MOST_BYTES).decode(errors="replace"),
                 os.fstat(file.fileno()).st_uid,
             )
-        told = json.JSONDecoder().raw_decode(text)[0]
-        known = {k: type(v)(told.get(k, v)) for k, v in asdict(LiveRun()).items()}
-        return LiveRun(**{**known, "uid": uid})
+        content = json.JSONDecoder().raw_decode(text)[0]
+        fields = {k: type(v)(content.get(k, v)) for k, v in asdict(LiveRun()).items()}
+        return LiveRun(**{**fields, "uid": uid})
     return None
 
 
@@ -356,8 +356,8 @@ def list_known_runs(runs: Path, *, last: int | None = None) -> list[KnownRun]:
     alive = find_live_runs()
     places = {live.folder for live in alive}
     ended = (folder for folder in list_run_folders(runs) if str(folder) not in places)
-    found = (run for folder in ended if (run := read_run_folder(folder)) is not None)
-    return [*map(_make_live_run, alive), *islice(found, last)]
+    runs_there = (run for folder in ended if (run := read_run_folder(folder)) is not None)
+    return [*map(_make_live_run, alive), *islice(runs_there, last)]
 
 
 def find_called_runs(word: str, runs: Sequence[KnownRun]) -> list[KnownRun]:
@@ -450,13 +450,13 @@ def _explain_unsent(folder: Path) -> str:
 def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) -> KnownRun:
     """Return the run with the newest values of its journal, and those of its end over them."""
     first, newest = read_journal_ends(Path(run.folder) / "metrics.jsonl")
-    known: dict[str, float] = {}
+    measured: dict[str, float] = {}
     peaks = []
     for _, _, metrics in [*first, *newest]:
-        known |= metrics
+        measured |= metrics
         peaks += [value for name, value in metrics.items() if name == PEAK]
-    known |= {RUN_PEAK: max(peaks)} if peaks else {}
-    known |= end
+    measured |= {RUN_PEAK: max(peaks)} if peaks else {}
+    measured |= end
     step, now_s = max((step for _, step, _ in newest), default=None), time.time()
     so_far_s = now_s - start.began_at + start.spent_s
     return replace(
@@ -464,11 +464,11 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         step=step,
         epoch=_compute_epoch(step, run),
         eta_s=_estimate_left_s(run, newest, start.began_at, now_s) if run.live else None,
-        total_s=max(0.0, so_far_s) if run.live else known.get("time/total_s"),
-        loss=known.get("train/loss"),
-        samples_per_s=_find_speed(known, "speed/samples_per_s"),
-        tokens_per_s=_find_speed(known, "speed/tokens_per_s"),
-        peak_mib=known.get(RUN_PEAK, run.peak_mib),
+        total_s=max(0.0, so_far_s) if run.live else measured.get("time/total_s"),
+        loss=measured.get("train/loss"),
+        samples_per_s=_find_speed(measured, "speed/samples_per_s"),
+        tokens_per_s=_find_speed(measured, "speed/tokens_per_s"),
+        peak_mib=measured.get(RUN_PEAK, run.peak_mib),
         began_at=start.began_at or None,
     )
 

@@ -124,13 +124,13 @@ def check_disk_space(where: TrackingSettings, *, weights_bytes: int, log_points:
             disks.setdefault(os.stat(there).st_dev, []).append((name, there, needed))
     if where.keeps_files:
         _refuse_read_only(Path(where.artifacts))
-    for found in disks.values():
-        needed = sum(needed for *_, needed in found)
-        free = shutil.disk_usage(found[0][1]).free
+    for disk in disks.values():
+        needed = sum(needed for *_, needed in disk)
+        free = shutil.disk_usage(disk[0][1]).free
         if needed > free:
-            names = ", ".join(name for name, *_ in found)
+            names = ", ".join(name for name, *_ in disk)
             raise TrackingError(
-                f"{names}: the disk of {found[0][1]} has {format_mebibytes(free / MIB)} free, "
+                f"{names}: the disk of {disk[0][1]} has {format_mebibytes(free / MIB)} free, "
                 "and the run "
                 f"may need {format_mebibytes(needed / MIB)} there for its record and its model; "
                 "make room"

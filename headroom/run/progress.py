@@ -141,8 +141,8 @@ class Progress:
         self, *choices: tuple[str, str], words: Callable[[float], str]
     ) -> list[str]:
         """Return the first of the choices that is known, in words."""
-        known = [t.format(words(self._known[name])) for name, t in choices if name in self._known]
-        return known[:1]
+        parts = [t.format(words(self._known[name])) for name, t in choices if name in self._known]
+        return parts[:1]
 
     def _describe_time(self, now_s: float) -> list[str]:
         left_steps = self._total_steps - self._step

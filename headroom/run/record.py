@@ -185,16 +185,18 @@ class Record(Recording):
             self._found.tags.pop("retries", None)
             return None
         self._found.tags = tags
-        told = self._journal.told
-        self._found.series, self._step = told.select_series(), told.find_newest_step()
+        sent = self._journal.told
+        self._found.series, self._step = sent.select_series(), sent.find_newest_step()
         return measured
 
     def _begin_anew(self, data: DataFacts) -> dict[str, float]:
         """Begin a new run."""
         if anew := self._claim.anew:
-            told = f"run.key: {make_printable(self._claim.key, limit=80)} begins a new run: {anew}"
-            log.warning("%s", told)
-            self._found.warn(told)
+            message = (
+                f"run.key: {make_printable(self._claim.key, limit=80)} begins a new run: {anew}"
+            )
+            log.warning("%s", message)
+            self._found.warn(message)
             self._found.tags["anew"] = anew
         params = read_settings.select_params(self.params, task=data.task)
         start, measured = self._create(

@@ -219,9 +219,11 @@ class Recording:
         try:
             self.run["metrics"] |= self._journal.close(self.run, beside=self._prepare_report)
         except TrackingError as unsent:
-            told = f"python -m headroom.tracking.mlflow_sender {shlex.quote(str(self.folder))}"
+            command = f"python -m headroom.tracking.mlflow_sender {shlex.quote(str(self.folder))}"
             log.error(
-                "%s. Nothing is lost: it is sent when MLflow takes it, or now by `%s`", unsent, told
+                "%s. Nothing is lost: it is sent when MLflow takes it, or now by `%s`",
+                unsent,
+                command,
             )
             self.run["unsent"] = f"MLflow has not got all of it yet: {unsent}"
         self.run |= self._make_page()  # it may have been told of the run at last

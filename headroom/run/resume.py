@@ -93,7 +93,7 @@ def find_resumed_folder(runs: Path, resume: str) -> Path:
 
     Raises ConfigError.
     """
-    told = make_printable(resume, limit=80)
+    shown = make_printable(resume, limit=80)
     if resume == "latest":
         kept = [folder for folder in list_run_folders(runs) if list_steps(folder / CHECKPOINTS)]
         if not kept:
@@ -107,10 +107,10 @@ def find_resumed_folder(runs: Path, resume: str) -> Path:
         folder = folder.parent
     if read_start(folder) is None:
         raise ConfigError(
-            f"--resume {told}: is neither latest, nor the id of a run in {runs}, nor its folder"
+            f"--resume {shown}: is neither latest, nor the id of a run in {runs}, nor its folder"
         )
     if not list_steps(folder / CHECKPOINTS):
-        raise ConfigError(f"--resume {told}: that run wrote no checkpoint; train anew")
+        raise ConfigError(f"--resume {shown}: that run wrote no checkpoint; train anew")
     return folder
 
 
@@ -286,8 +286,8 @@ class RunClaim(FolderClaim):
         try:
             return self.start.mark_resume(self.folder)
         except OSError as error:
-            told = f"--resume {self.folder}: can't be written ({error.strerror})"
-            raise ConfigError(told) from None
+            problem = f"--resume {self.folder}: can't be written ({error.strerror})"
+            raise ConfigError(problem) from None
 
     def begin_anew(self, why: ConfigError | RunGone) -> None:
         """Leave the run of before, which can't be gone on with, for a new one of its key.
@@ -438,8 +438,8 @@ def make_retry_tags(
             f"({device.reason}); go on there with --resume, or look after the device",
             kind="device_lost",
         )
-    told = {"retries": f"{before.retries} of {run.retries} after {before.after}"}
-    return {**told, "retry_of": before.run_id} if is_new else told
+    tags = {"retries": f"{before.retries} of {run.retries} after {before.after}"}
+    return {**tags, "retry_of": before.run_id} if is_new else tags
 
 
 def log_resume_command(folder: Path, run_id: str) -> None:

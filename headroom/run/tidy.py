@@ -55,13 +55,13 @@ def clean_up(
 
     older_s: the age from which on journals and checkpoints of runs go that MLflow has.
     """
-    known: dict[str, FlowRunEnd] = {}
+    ends: dict[str, FlowRunEnd] = {}
     if chosen.database is None or chosen.database.is_file():
-        yield from _clean_up_mlflow(chosen, known, does=does)
-    known |= prefect_http.read_flow_run_ends(Path(chosen.runs))
+        yield from _clean_up_mlflow(chosen, ends, does=does)
+    ends |= prefect_http.read_flow_run_ends(Path(chosen.runs))
     for api, workers in _find_servers().items():
         try:
-            yield from _clean_up_prefect(api, known, workers, does=does)
+            yield from _clean_up_prefect(api, ends, workers, does=does)
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield TidyAction("set", "flow runs", f"Prefect at {redact(api)}: {redact(str(error))}")
     for path in find_left_files():
@@ -79,12 +79,12 @@ def _clean_up_mlflow(
 
     known: gets the flow runs that are to end.
     """
-    asked = json.dumps({"where": chosen.model_dump(), "does": does})
+    order = json.dumps({"where": chosen.model_dump(), "does": does})
     with children.start_child(
         "headroom.tracking.orphaned_runs", env={**PATIENCE, **os.environ}
     ) as asking:
         assert asking.stdin is not None and asking.stdout is not None
-        asking.stdin.write(asked)
+        asking.stdin.write(order)
         asking.stdin.close()
         for line in asking.stdout:
             with suppress(ValueError):  # a library that prints
@@ -111,11 +111,11 @@ def _find_servers() -> dict[str, list[float] | None]:
     None but for that of `make serve`, whose workers are no other host's.
     """
     ours = find_parts(serve.FOLDER)
-    found = (
+    servers = (
         {f"{ours['prefect'].address}/api": find_worker_starts(ours)} if "prefect" in ours else {}
     )
     named = local_prefect.find_api_url()
-    return {named: None, **found} if named else {**found}
+    return {named: None, **servers} if named else {**servers}
 
 
 def _clean_up_prefect(
@@ -149,8 +149,10 @@ def _remove_old_runs(runs: Path, older_s: float, *, does: bool) -> Iterator[Tidy
                     continue
                 _remove_folder(folder)
             name = make_printable(start.name if start else "", limit=60)
-            told = ", ".join([name, f"{format_seconds(age_s)} old", format_mebibytes(size / MIB)])
-            yield TidyAction("remove", "".join([f"{folder}: {told}", *kept]))
+            description = ", ".join(
+                [name, f"{format_seconds(age_s)} old", format_mebibytes(size / MIB)]
+            )
+            yield TidyAction("remove", "".join([f"{folder}: {description}", *kept]))
 
 
 def _remove_folder(folder: Path) -> None:

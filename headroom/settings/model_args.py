@@ -26,19 +26,19 @@ class ModelError(ValueError):
 
 def find_argument_problems(model: str, args: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with each argument of a built-in model; empty where nothing is."""
-    known = BUILTIN_ARGS[model]
-    takes = f"takes {', '.join(known)}" if known else "takes no arguments"
-    told = []
+    names = BUILTIN_ARGS[model]
+    takes = f"takes {', '.join(names)}" if names else "takes no arguments"
+    problems = []
     for name, value in args.items():
-        near = get_close_matches(str(name)[:80], known, 1)
+        near = get_close_matches(str(name)[:80], names, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         text = (
             _find_problem(name, value)
-            if name in known
+            if name in names
             else f"{name!r} is unknown; the model {model} {takes}{hint}"
         )
-        told += [text] if text else []
-    return told or (_find_joint_problem(args) if model == "transformer" else [])
+        problems += [text] if text else []
+    return problems or (_find_joint_problem(args) if model == "transformer" else [])
 
 
 def _find_problem(name: str, value: Any) -> str | None:

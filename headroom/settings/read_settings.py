@@ -154,7 +154,7 @@ def _read_value(node: Any, constructor: Any, path: str, document: Document) -> A
     if isinstance(node, SequenceNode):
         items = enumerate(node.value)
         return [_read_value(item, constructor, f"{path}{i}.", document) for i, item in items]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, held in node.value:
         name, line = _read_value(key, constructor, path, document), key.start_mark.line + 1
         if not isinstance(name, str):
@@ -164,8 +164,8 @@ def _read_value(node: Any, constructor: Any, path: str, document: Document) -> A
             document.problems.append(SettingsProblem(says, line))
         else:
             document.lines[full] = line
-            found[name] = _read_value(held, constructor, f"{full}.", document)
-    return found
+            values[name] = _read_value(held, constructor, f"{full}.", document)
+    return values
 
 
 _NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -190,27 +190,27 @@ def resolve_config(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
     """
     sections: dict[str, Any] = {}
     document = Document()
-    told: list[SettingsProblem] = []
+    problems: list[SettingsProblem] = []
     try:
         if file is not None:
             document = parse_document(read_file_text(file))
             if not isinstance(document.value, dict):
                 rule = "must hold sections, such as 'optim: {lr: 0.01}'"
                 raise SettingsProblem(f"{rule} (got {format_value(document.value)})", document.line)
-            told += document.problems
+            problems += document.problems
             _put_settings(sections, document.value)
     except SettingsProblem as refused:
         place = "" if refused.line else f"{file or '--config'}: "
-        told.append(SettingsProblem(place + refused.text, refused.line))
-    asked = {}
+        problems.append(SettingsProblem(place + refused.text, refused.line))
+    requested = {}
     for name, value in flags.items():
         document.lines.pop(name, None)
         try:
-            asked[name] = _parse_flag(name, value)
+            requested[name] = _parse_flag(name, value)
         except SettingsProblem as refused:
-            told.append(SettingsProblem(f"{name}: {refused.text} (got {format_value(value)})"))
-    _put_settings(sections, asked)
-    return _validate(sections, document.lines, file, told)
+            problems.append(SettingsProblem(f"{name}: {refused.text} (got {format_value(value)})"))
+    _put_settings(sections, requested)
+    return _validate(sections, document.lines, file, problems)
 
 
 def override_config(
@@ -265,8 +265,8 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
     """
     held = find_config_secrets(config)
     if names := [name for name in held if name.startswith("run.")]:
-        told = "holds a secret, which every page of the run would show; choose another"
-        raise ConfigError(*(f"{name}: {told}" for name in names))
+        problem = "holds a secret, which every page of the run would show; choose another"
+        raise ConfigError(*(f"{name}: {problem}" for name in names))
     missing: list[str] = []
     os.environ.update(_name_variables(held))
     config = _change_values(
@@ -274,9 +274,9 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
         lambda v, name: v if name.startswith("run.") else restore_secrets(v, name, missing),
     )
     if missing:
-        told = "was hidden when it was kept; give it again:"
+        problem = "was hidden when it was kept; give it again:"
         ways = [(name, make_variable_name(name)) for name in missing]
-        raise ConfigError(*(f"{n}: {told} --{n}, or {v} in the environment" for n, v in ways))
+        raise ConfigError(*(f"{n}: {problem} --{n}, or {v} in the environment" for n, v in ways))
     return config
 
 
@@ -288,14 +288,14 @@ def find_secret_variables(config: RunConfig) -> dict[str, str]:
 
 def find_config_secrets(config: RunConfig) -> dict[str, str]:
     """Return the values that `hide_config_secrets` hides, or a part of, by their dotted names."""
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
 
     def keep(value: Any, name: str) -> Any:
-        found.update(find_secrets(value, name, by_name=name in _ARGUMENTS))
+        secrets.update(find_secrets(value, name, by_name=name in _ARGUMENTS))
         return value
 
     _change_values(config, keep)
-    return found
+    return secrets
 
 
 _ARGUMENTS = ("data.args", "model.args")
@@ -470,36 +470,36 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
 
     settings: as collect_params returns them. task: of the data, where it is known.
     """
-    given: dict[str, str] = {}
+    params: dict[str, str] = {}
     for name, value in settings.items():
         if name.endswith(".args") and str(value).startswith("{"):
-            given |= _flatten(name, value)
+            params |= _flatten(name, value)
         else:
-            given[name] = "" if value is None else str(value)
+            params[name] = "" if value is None else str(value)
     absent = {*_NAMES, *(_OF_REGRESSION if task not in ("", "regression") else ())}
     absent |= {"train.class_weights"} if task not in ("", "classification", "multilabel") else set()
-    if given.get("launch.processes", "1") == "1" and given.get("launch.nodes", "") in _EMPTY:
+    if params.get("launch.processes", "1") == "1" and params.get("launch.nodes", "") in _EMPTY:
         absent |= {*_OF_SEVERAL}
-    return {k: v for k, v in given.items() if k not in absent and v not in _EMPTY}
+    return {k: v for k, v in params.items() if k not in absent and v not in _EMPTY}
 
 
 def read_mapping(text: str) -> dict[Any, Any]:
     """Return the mapping that is written so, in Python or in JSON; empty where it is none."""
     for read in (ast.literal_eval, json.loads):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            found = read(text)
-            if isinstance(found, dict):
-                return found
+            mapping = read(text)
+            if isinstance(mapping, dict):
+                return mapping
     return {}
 
 
 def _flatten(name: str, value: object) -> dict[str, str]:
     """Return the entries of a mapping, or of its text, under dotted names; as one text where that
     cannot be."""
-    found = value if isinstance(value, Mapping) else read_mapping(str(value))
-    if not found or not all(_PARAM.fullmatch(str(key)) for key in found):
+    mapping = value if isinstance(value, Mapping) else read_mapping(str(value))
+    if not mapping or not all(_PARAM.fullmatch(str(key)) for key in mapping):
         return {name: str(value)}
-    return {f"{name}.{key}": str(one) for key, one in found.items()}
+    return {f"{name}.{key}": str(one) for key, one in mapping.items()}
 
 
 def describe_unused_settings(config: RunConfig) -> list[str]:
@@ -519,7 +519,7 @@ def describe_unused_settings(config: RunConfig) -> list[str]:
 
 def find_import_paths(config: RunConfig) -> dict[str, str]:
     """Return the import paths by the dotted names of their settings."""
-    asked = {
+    values = {
         "model.name": config.model.name,
         "data.source": config.data.source,
         "optim.name": config.optim.name,
@@ -527,14 +527,16 @@ def find_import_paths(config: RunConfig) -> dict[str, str]:
         "train.loss": config.train.loss,
         **{f"train.metrics.{name}": path for name, path in config.train.metrics.items()},
     }
-    return {setting: path for setting, path in asked.items() if is_import_path(path)}
+    return {setting: path for setting, path in values.items() if is_import_path(path)}
 
 
 def check_imports(config: RunConfig) -> None:
     """Raise ConfigError with every import path that can't be used; nothing is imported."""
-    found = [
+    texts = [
         find_import_problem(setting, path) for setting, path in find_import_paths(config).items()
     ]
-    told = list(dict.fromkeys(text for text in (find_allow_problem(), *found) if text is not None))
-    if told:
-        raise ConfigError(*told)
+    problems = list(
+        dict.fromkeys(text for text in (find_allow_problem(), *texts) if text is not None)
+    )
+    if problems:
+        raise ConfigError(*problems)

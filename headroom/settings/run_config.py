@@ -475,13 +475,13 @@ class OptimConfig(Section):
 
     @model_validator(mode="after")
     def _check_warm_up(self) -> OptimConfig:
-        given = self.warmup_steps is not None or self.warmup_fraction is not None
+        has_warm_up = self.warmup_steps is not None or self.warmup_fraction is not None
         if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise ValueError(
                 f"warmup_steps: is given beside optim.warmup_fraction (got {self.warmup_steps} and "
                 f"{self.warmup_fraction:g}); drop one of them"
             )
-        if given and is_import_path(self.schedule):
+        if has_warm_up and is_import_path(self.schedule):
             setting = "warmup_fraction" if self.warmup_steps is None else "warmup_steps"
             raise ValueError(
                 f"{setting}: is not for a schedule of your own ({self.schedule}), which gives the "
@@ -603,11 +603,11 @@ class TrainConfig(Section):
         direction, colon, name = self.best_metric.rpartition(":")
         own = [f"val/{metric}" for metric in self.metrics]
         of_tasks = list_shown(Place.BEST_METRIC)
-        known = [*of_tasks, *own]
-        if name not in known or (colon and direction not in ("min", "max")):
-            near = get_close_matches(f"val/{name.removeprefix('val/')}"[:80], known, 1)
+        choices = [*of_tasks, *own]
+        if name not in choices or (colon and direction not in ("min", "max")):
+            near = get_close_matches(f"val/{name.removeprefix('val/')}"[:80], choices, 1)
             raise ValueError(
-                f"best_metric: must be one of {', '.join(known)} (got {self.best_metric[:80]!r})"
+                f"best_metric: must be one of {', '.join(choices)} (got {self.best_metric[:80]!r})"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
         if name not in of_tasks and not colon:

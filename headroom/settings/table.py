@@ -129,10 +129,12 @@ def _guess_name(name: str) -> str | None:
     leaves = [n.partition(".")[2] for n in names]
     own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
     others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
-    known = {**others, **own, **{n: n for n in names}}
+    candidates = {**others, **own, **{n: n for n in names}}
     leaf = name.rpartition(".")[2]
     asked = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
-    meant = [known[n] for part, like in asked for n in get_close_matches(part, known, 1, like)]
+    meant = [
+        candidates[n] for part, like in asked for n in get_close_matches(part, candidates, 1, like)
+    ]
     parts = set(leaf.split("_"))  # batch, random_seed
     meant += [own[n] for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
     return meant[0] if meant else None

@@ -43,10 +43,10 @@ def read_past_metrics(
             cwd=Path(__file__).parent.parent.parent,
             check=False,
         )
-        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        metrics: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, json.JSONDecodeError, IndexError):
         return {}
-    return found
+    return metrics
 
 
 ANSWERING_MODULE = "headroom.tracking.model_finder"
@@ -104,9 +104,9 @@ def _find_latest(ask: Callable[..., ModelFacts], check: Callable[[ModelFacts], N
         try:
             check(model)
         except DataError as error:
-            told = str(error).splitlines()[0]
+            message = str(error).splitlines()[0]
             log.info(
-                "latest: run %s does not fit these rows and is skipped: %s", model.run_id, told
+                "latest: run %s does not fit these rows and is skipped: %s", model.run_id, message
             )
             first = first or error
             skipped.append(model.model_id)

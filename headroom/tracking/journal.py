@@ -150,7 +150,7 @@ def read_series(journal: Path) -> dict[str, list[list[float]]]:
 
     A long series is thinned to at most MOST_POINTS points and the last one.
     """
-    found: dict[str, _ThinnedSeries] = {}
+    series: dict[str, _ThinnedSeries] = {}
     with suppress(FileNotFoundError), open(journal, "rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
@@ -158,10 +158,10 @@ def read_series(journal: Path) -> dict[str, list[list[float]]]:
             with suppress(*_DAMAGE):
                 unix_ms, step, metrics = _parse_line(line)
                 for key, value in metrics.items():
-                    if key not in found:
-                        found[key] = _ThinnedSeries()
-                    found[key].add([step, value, unix_ms])
-    return {key: thinned.list_points() for key, thinned in found.items()}
+                    if key not in series:
+                        series[key] = _ThinnedSeries()
+                    series[key].add([step, value, unix_ms])
+    return {key: thinned.list_points() for key, thinned in series.items()}
 
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged line raises
@@ -369,8 +369,8 @@ class Journal:
         waits: for MLflow; else it is told of the run when it is there, where it is not required.
         """
         self._is_late = not (waits or self.where.required)
-        given = {k: "" if v is None else str(v) for k, v in params.items()}
-        begin = {"name": name, "params": given, "data": [*data], "start": start}
+        texts = {k: "" if v is None else str(v) for k, v in params.items()}
+        begin = {"name": name, "params": texts, "data": [*data], "start": start}
         return self._begin(begin, tags, wanted)
 
     def reopen(
@@ -666,8 +666,8 @@ class Journal:
     def _hear(self, answer: dict[str, Any]) -> None:
         if "history" in answer:
             return self._histories.put(answer["history"])
-        for told in answer.get("notes", ()):
-            self._note(told)
+        for note in answer.get("notes", ()):
+            self._note(note)
         why = answer.get("away") or answer.get("error")
         if self._is_late and why and not self._has_heard.is_set():
             self._note(f"{redact(why)}; the run is kept in {self.folder}, to be sent later")
@@ -695,11 +695,11 @@ class Journal:
             for order in self._orders[:1]:
                 self._tell(order)
             for begin in self._orders[1:]:
-                known = {**self.ids, "again": True} if self.run_id else {}
+                ids = {**self.ids, "again": True} if self.run_id else {}
                 if not self.is_begun:  # the other may have made the run: it is looked for
                     with suppress(OSError):
                         self._keep_begin()
-                self._tell({**begin, **known, "late": self.is_begun})
+                self._tell({**begin, **ids, "late": self.is_begun})
             if self._closing is not None:
                 self._tell(self._closing)
         return True

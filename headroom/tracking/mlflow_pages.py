@@ -111,9 +111,9 @@ class ComparisonView:
 
 def find_old_comparisons(tags: Mapping[str, str]) -> list[str]:
     """Return the tags of the views of comparisons that are more than are kept, the oldest."""
-    found = [key for key in tags if key.startswith(f"{VIEWS}{COMPARISONS}")]
-    found.sort(key=lambda key: _read_created_ms(tags[key]))
-    return found[: max(0, len(found) - MOST_COMPARISONS)]
+    keys = [key for key in tags if key.startswith(f"{VIEWS}{COMPARISONS}")]
+    keys.sort(key=lambda key: _read_created_ms(tags[key]))
+    return keys[: max(0, len(keys) - MOST_COMPARISONS)]
 
 
 def _read_created_ms(value: str) -> int:

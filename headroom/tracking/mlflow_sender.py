@@ -103,8 +103,8 @@ class Session:
                     assert self.begin_order is not None
                     self.answer({"to": "begin", **self.begin(self.begin_order)})
                 times = self.close(order["run"])
-                told = self.sender.registered if self.sender is not None else ""
-                return {"closed": True, "times": times, "registered": told}
+                registered = self.sender.registered if self.sender is not None else ""
+                return {"closed": True, "times": times, "registered": registered}
             case "add":
                 self.add(Path(order["folder"]))
                 return None
@@ -210,9 +210,9 @@ class Session:
     def tell_history(self) -> None:
         """Answer once with the runs that the end of this run is compared with."""
         if self.gate_of and self.client is not None:
-            found = read_history(self.client, self.experiment_id, self.gate_of)
+            history = read_history(self.client, self.experiment_id, self.gate_of)
             self.gate_of = ""
-            self.answer({"history": found})
+            self.answer({"history": history})
 
     def correct_flow_runs(self) -> None:
         """Give flow runs of this folder their true end in Prefect too.

@@ -183,8 +183,8 @@ def _keep_older(path: Path) -> None:
         have = {name for (name,) in old.execute("SELECT name FROM sqlite_master")}
         if "alembic_version" not in have or {t.name for t in Base.metadata.sorted_tables} <= have:
             return
-        found = old.execute("SELECT version_num FROM alembic_version").fetchone()
-        copy = path.with_name(f"{path.name}.{found[0] if found else 'older'}")
+        version = old.execute("SELECT version_num FROM alembic_version").fetchone()
+        copy = path.with_name(f"{path.name}.{version[0] if version else 'older'}")
         if not copy.exists():
             half = path.with_name(f"{copy.name}.{os.getpid()}")
             with closing(sqlite3.connect(half)) as new:
@@ -230,10 +230,10 @@ def may_answer_later(error: BaseException, where: TrackingSettings | None) -> bo
     chain = _list_causes(error)
     if any(isinstance(e, AWAY) for e in chain):
         return not any(isinstance(e, http.SSLError) for e in chain)
-    found = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
-    if not found:
+    errors = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
+    if not errors:
         return False
-    return bool(BUSY.search(str(found[0]))) or (
+    return bool(BUSY.search(str(errors[0]))) or (
         where.is_sql and not _is_listening(where.tracking_uri)
     )
 
@@ -285,8 +285,8 @@ def _find_faulty_setting(error: OSError, where: TrackingSettings) -> str:
     """Return the setting whose folder could not be written to; "" where it is none."""
     files = [Path(f) for f in (error.filename2, error.filename) if isinstance(f, str)]
     folders = [*(["artifacts"] if where.keeps_files else []), "runs"]
-    found = (n for f in files for n in folders if f.is_relative_to(getattr(where, n)))
-    return next(found, "")
+    settings = (n for f in files for n in folders if f.is_relative_to(getattr(where, n)))
+    return next(settings, "")
 
 
 def remove_old_journals(runs: Path, *, keep: int) -> None:

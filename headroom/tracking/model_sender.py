@@ -91,8 +91,8 @@ def register_model(
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        known = list(client.search_model_versions(f"name = {quote}{name}{quote}"))
-        mine = next((v for v in known if v.run_id == state.run_id), None)
+        versions = list(client.search_model_versions(f"name = {quote}{name}{quote}"))
+        mine = next((v for v in versions if v.run_id == state.run_id), None)
         if mine is None:
             source = client.get_logged_model(state.model_id).artifact_location
             tags = {} if asked["value"] is None else {asked["metric"]: str(asked["value"])}
@@ -100,9 +100,9 @@ def register_model(
             mine = client.create_model_version(
                 name, source, state.run_id, tags=tags, model_id=state.model_id
             )
-            known.append(mine)
+            versions.append(mine)
         roles = ["challenger"] if asked["passed"] else []
-        if _choose_champion(client, known, mine, asked) is mine:
+        if _choose_champion(client, versions, mine, asked) is mine:
             roles.append("champion")
         for role in roles:
             client.set_registered_model_alias(name, role, mine.version)
@@ -121,9 +121,9 @@ def _choose_champion(
     def score(version: ModelVersion) -> float:
         value = math.nan
         with suppress(MlflowException, ValueError):
-            told = version.tags.get(asked["metric"])
-            if told is not None:
-                value = float(told)
+            tag = version.tags.get(asked["metric"])
+            if tag is not None:
+                value = float(tag)
             elif version is not mine and version.run_id:  # somebody made it by hand
                 value = client.get_run(version.run_id).data.metrics.get(asked["metric"], value)
         return -value if asked["lower"] else value
@@ -171,8 +171,8 @@ def _write_model_folder(path: Path, trained: Path, spec: dict[str, Any], *, run_
 def _make_example(trained: Path, spec: dict[str, Any]) -> Any:
     several = trained / "example.npz"
     if several.is_file():
-        with np.load(several, allow_pickle=False) as found:
-            return {name: found[name] for name in describe_inputs(spec)}
+        with np.load(several, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in describe_inputs(spec)}
     rows, names = np.load(trained / "example.npy"), spec["feature_names"]
     if spec["task"] == "tokens" and spec["source"] == "text":
         # A row may begin or end within a character, or be no text at all.
@@ -201,8 +201,8 @@ def make_signature(spec: dict[str, Any]) -> ModelSignature:
         elif names:
             inputs = [ColSpec("double", name) for name in names]
     outputs = _make_output_specs(spec)
-    told = None if outputs is None else Schema(outputs)
-    return ModelSignature(inputs=Schema(inputs), outputs=told)
+    schema = None if outputs is None else Schema(outputs)
+    return ModelSignature(inputs=Schema(inputs), outputs=schema)
 
 
 def _make_column_specs(spec: dict[str, Any]) -> list[ColSpec]:
@@ -212,13 +212,13 @@ def _make_column_specs(spec: dict[str, Any]) -> list[ColSpec]:
     as, where a double is asked for.
     """
     required = spec.get("missing", "fail") == "fail"
-    found = []
+    specs = []
     for column in spec["columns"]:
         number = AnyType() if column.get("whole") else "double"
         # Dates come as text, as pandas reads them, and as what it makes of them.
         kind = {"number": number, "date": AnyType()}.get(column["kind"], "string")
-        found.append(ColSpec(kind, column["name"], required=required))
-    return found
+        specs.append(ColSpec(kind, column["name"], required=required))
+    return specs
 
 
 def _make_input_specs(spec: dict[str, Any]) -> list[Any]:
@@ -226,15 +226,15 @@ def _make_input_specs(spec: dict[str, Any]) -> list[Any]:
 
     Lengths may differ.
     """
-    found = []
+    specs = []
     for name, need in describe_inputs(spec).items():
         kind = "float32" if "float" in need["dtype"] else need["dtype"]
         sizes = [-1 if kind == "int64" else size for size in need["shape"]]
-        found.append(TensorSpec(np.dtype(kind), (-1, *sizes), name=name))
+        specs.append(TensorSpec(np.dtype(kind), (-1, *sizes), name=name))
     return (
-        found
-        if len(found) > 1 or found[0].name != "x"
-        else [TensorSpec(found[0].type, found[0].shape)]
+        specs
+        if len(specs) > 1 or specs[0].name != "x"
+        else [TensorSpec(specs[0].type, specs[0].shape)]
     )
 
 

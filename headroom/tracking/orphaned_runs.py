@@ -67,8 +67,8 @@ def pass_over_errors(which: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of what lies in anybody's folder
-        told = f"{type(error).__name__}: {redact(str(error))}"
-        print(f"{which}: left behind, and not sent: {told}", file=sys.stderr)
+        message = f"{type(error).__name__}: {redact(str(error))}"
+        print(f"{which}: left behind, and not sent: {message}", file=sys.stderr)
 
 
 def _find_folders(chosen: TrackingSettings) -> set[str]:
@@ -98,8 +98,8 @@ def _find_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> Iterato
 def _read_begin(folder: Path) -> dict[str, Any] | None:
     """Return how the run began, where MLflow does not know it yet; else None."""
     with suppress(FileNotFoundError):
-        found: dict[str, Any] = json.loads((folder / BEGIN).read_text())
-        return found
+        begin: dict[str, Any] = json.loads((folder / BEGIN).read_text())
+        return begin
     return None
 
 
@@ -192,10 +192,10 @@ def find_run(client: MlflowClient, folder: Path) -> Run:
                 return run
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     name = folder.name.replace("'", "")
-    found = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
-    if not found:
+    runs = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
+    if not runs:
         raise ValueError("MLflow has no run of this journal")
-    return found[0]
+    return runs[0]
 
 
 def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:
@@ -327,13 +327,13 @@ def main() -> None:
         for verb, sender in [*(("end", one) for one in left), *(("send", one) for one in unsent)]:
             if is_held(sender.folder / SENDING_LOCK):  # its own process is at it
                 continue
-            told = {"verb": verb, "folder": str(sender.folder), **_describe_run(sender)}
+            action = {"verb": verb, "folder": str(sender.folder), **_describe_run(sender)}
             try:
                 if order["does"] and not resend(sender):
                     continue  # another came first
             except Exception as error:  # of what lies in anybody's folder
-                told["problem"] = explain_error(error, chosen)
-            print(json.dumps(told), flush=True)
+                action["problem"] = explain_error(error, chosen)
+            print(json.dumps(action), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explain_error(error, chosen)}))
     prefect_http.correct_flow_runs(order.get("prefect_api", ""), Path(chosen.runs))

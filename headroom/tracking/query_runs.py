@@ -56,12 +56,12 @@ def find_newest_metrics(
     except MlflowException as error:
         print(f"no past: {redact(str(error))}", file=sys.stderr)
         return {}
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for run in runs:
         for name in wanted:
             if name in run.data.metrics:
-                found.setdefault(name, run.data.metrics[name])
-    return found
+                metrics.setdefault(name, run.data.metrics[name])
+    return metrics
 
 
 @contextmanager
@@ -103,8 +103,8 @@ def read_history(client: MlflowClient, experiment_id: str, of: str) -> list[dict
     except Exception as error:  # sqlite's, the network's, the server's
         print(f"no history: {redact(str(error))}", file=sys.stderr)
         return None
-    told = [(run.data.tags.get("gate"), run.data.metrics) for run in runs]
-    return [{"gate": gate, "metrics": metrics} for gate, metrics in told if gate]
+    ends = [(run.data.tags.get("gate"), run.data.metrics) for run in runs]
+    return [{"gate": gate, "metrics": metrics} for gate, metrics in ends if gate]
 
 
 def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
@@ -112,7 +112,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
 
     Those are the run and all of its kind after it that were judged. Raises TrackingError.
     """
-    told = f"--accept {run_id[:80]}"
+    problem = f"--accept {run_id[:80]}"
     with _explain(where):
         client = MlflowClient(where.tracking_uri)
         try:
@@ -121,15 +121,17 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
             if error.error_code not in MISSING:
                 raise
             store = redact(where.tracking_uri)
-            raise TrackingError(f"{told}: no such run in {store}; see its id in MLflow") from None
+            raise TrackingError(
+                f"{problem}: no such run in {store}; see its id in MLflow"
+            ) from None
         if "gate" not in run.data.tags or "gate.of" not in run.data.tags:
-            raise TrackingError(f"{told}: was judged by no gate; it is {run.info.status}")
+            raise TrackingError(f"{problem}: was judged by no gate; it is {run.info.status}")
         query = (
             f"attributes.status = 'FINISHED' and tags.`gate.of` = '{run.data.tags['gate.of']}' "
             f"and attributes.start_time >= {run.info.start_time}"
         )
-        found = client.search_runs([run.info.experiment_id], query, max_results=PAGE)
-        judged = [one for one in found if "gate" in one.data.tags]
+        runs = client.search_runs([run.info.experiment_id], query, max_results=PAGE)
+        judged = [one for one in runs if "gate" in one.data.tags]
         for one in judged:
             was = f"{one.data.tags['gate']}: {one.data.tags.get('gate.why', '')}"
             why = f"accepted as the level from now on; it was {was}"[:FULL_LETTERS]
@@ -246,14 +248,14 @@ class ExperimentRuns:
 
         Raises TrackingError for a query that MLflow refuses.
         """
-        found = []
+        newest = []
         with pause_collection():
             for run in self._search_runs(query, at_once=min(PAGE, (last or PAGE) + OTHERS)):
                 if _is_training(run):
-                    found.append(_describe_run(run))
-                    if len(found) == last:
+                    newest.append(_describe_run(run))
+                    if len(newest) == last:
                         break
-        return found[::-1]
+        return newest[::-1]
 
     def _search_runs(self, query: str, *, at_once: int) -> Iterator[Run]:
         token = None
@@ -282,8 +284,8 @@ class ExperimentRuns:
             point.step: (point.step, point.timestamp, point.value)
             for point in self.client.get_metric_history(run_id, name)
         }
-        found = [points[step] for step in sorted(points)]
-        return found[:: -(-len(found) // most) or 1]
+        series = [points[step] for step in sorted(points)]
+        return series[:: -(-len(series) // most) or 1]
 
 
 def _is_training(run: Run) -> bool:
@@ -316,12 +318,12 @@ def main() -> None:
     except MlflowException as error:
         print(f"no past: {redact(str(error))}", file=sys.stderr)
         experiment = None
-    found = {}
+    answer = {}
     if experiment is not None:
-        found = find_newest_metrics(
+        answer = find_newest_metrics(
             client, experiment.experiment_id, order["alike"], order["wanted"]
         )
-    print(json.dumps(found))
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -184,11 +184,11 @@ def _make_row(run_id: str, name: str, value: float, unix_ms: int, step: int) -> 
 
 def _find_latest(rows: Sequence[_Row]) -> list[_Row]:
     """Return for each name the row that MLflow calls its latest."""
-    found: dict[str, _Row] = {}
+    latest: dict[str, _Row] = {}
     for row in rows:
-        if _order_key(row) > _order_key(found.setdefault(row["key"], row)):
-            found[row["key"]] = row
-    return list(found.values())
+        if _order_key(row) > _order_key(latest.setdefault(row["key"], row)):
+            latest[row["key"]] = row
+    return list(latest.values())
 
 
 PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one
@@ -251,14 +251,14 @@ class Sender:
         It looks first and writes then: where another run logged the same in between, the
         first try fails and the next finds it.
         """
-        found = []
-        for told in inputs:
-            tag = InputTag("mlflow.data.context", told["context"])
-            words = {k: v for k, v in told.items() if k != "context"}
-            found.append(DatasetInput(Dataset(**words), [tag]))
-        for last in (False, False, True) if found else ():
+        inputs_of_run = []
+        for description in inputs:
+            tag = InputTag("mlflow.data.context", description["context"])
+            words = {k: v for k, v in description.items() if k != "context"}
+            inputs_of_run.append(DatasetInput(Dataset(**words), [tag]))
+        for last in (False, False, True) if inputs_of_run else ():
             try:
-                self.client.log_inputs(self.state.run_id, found)
+                self.client.log_inputs(self.state.run_id, inputs_of_run)
                 break
             except MlflowException as error:
                 if last or "IntegrityError" not in str(error):
@@ -271,10 +271,10 @@ class Sender:
         """
         bad: list[int] = []
         with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
-            found = read_metric_batches(
+            batches = read_metric_batches(
                 journal, self.state.offset, most_bytes=most_bytes, damaged=bad
             )
-            for batch, offset in found:
+            for batch, offset in batches:
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
@@ -369,8 +369,8 @@ class Sender:
         has_model = (self.folder / "model" / "spec.json").is_file()
         if run["status"] == "FINISHED" and has_model and not self.state.has_model:
             self._send_model()
-        if self.state.has_model and (asked := run.get("register")):
-            self._register(asked)
+        if self.state.has_model and (registered_name := run.get("register")):
+            self._register(registered_name)
             run["tags"] = {**run["tags"], REGISTERED: self.registered}
         for name in sorted(os.listdir(self.folder)):
             if name not in (*NOT_ARTIFACTS, REPORT):
@@ -427,8 +427,8 @@ class Sender:
             turn = Path(self.where.runs) / "registry.lock"
             self.registered = model_sender.register_model(self.client, self.state, asked, turn)
         except Exception as error:  # of any store
-            told = redact(str(error)).strip() or type(error).__name__
-            self.registered = f"not registered as {asked['name']}: {told.splitlines()[0]}"
+            message = redact(str(error)).strip() or type(error).__name__
+            self.registered = f"not registered as {asked['name']}: {message.splitlines()[0]}"
         self.client.set_tag(self.state.run_id, REGISTERED, self.registered[:TAG_LIMIT])
 
     def _send_artifact(self, path: Path) -> None:
@@ -507,8 +507,8 @@ def claim_run(client: MlflowClient, run: Run, *, marks: Sequence[str], by: str) 
 def find_other_copy(run: Run, marks: Sequence[str]) -> str:
     """Return the tag of another copy of the folder with these marks; empty where none went on."""
     own = {RESUMED_BY + mark for mark in marks}
-    found = (name for name in run.data.tags if name.startswith(RESUMED_BY) and name not in own)
-    return next(found, "")
+    others = (name for name in run.data.tags if name.startswith(RESUMED_BY) and name not in own)
+    return next(others, "")
 
 
 def _refuse_other_copy(run: Run, marks: Sequence[str]) -> None:
@@ -539,8 +539,8 @@ def reopen_run(
     flow_runs = [*before.get(EARLIER, "").split(","), before.get("prefect.flow_run_id", "")]
     others = dict.fromkeys(f for f in flow_runs if f not in ("", tags.get("prefect.flow_run_id")))
     state.earlier, state.unsent = ",".join(others), ""
-    known = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
-    client.log_batch(state.run_id, tags=known)
+    run_tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
+    client.log_batch(state.run_id, tags=run_tags)
     client.update_run(state.run_id, status="RUNNING")
     sender._keep()
     return sender

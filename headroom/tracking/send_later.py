@@ -54,8 +54,8 @@ def is_needed(runs: Path) -> bool:
 def replace_process(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
     """Replace this process by one that stays: what it holds is given back, its pid stays."""
     read, write = os.pipe()
-    with os.fdopen(write, "w") as told:  # as an argument `ps` would show it: a URI may hold a login
-        told.write(_make_order(chosen, prefect_api))
+    with os.fdopen(write, "w") as pipe:  # as an argument `ps` would show it: a URI may hold a login
+        pipe.write(_make_order(chosen, prefect_api))
     os.dup2(read, 0)
     os.execve(sys.executable, [sys.executable, "-m", __spec__.name], make_environment(os.environ))
 

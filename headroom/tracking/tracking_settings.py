@@ -147,8 +147,8 @@ def _list_candidates() -> list[Path]:
     """Return where the file may be. That of an installed checkout is for who works within it."""
     project = Path(__file__).parent.parent.parent
     here = Path.cwd()
-    found = [here / "mlflow.yaml"]
-    return [*found, project / "mlflow.yaml"] if here.is_relative_to(project) else found
+    candidates = [here / "mlflow.yaml"]
+    return [*candidates, project / "mlflow.yaml"] if here.is_relative_to(project) else candidates
 
 
 def _read_file(file: Path) -> dict[str, object]:
@@ -198,8 +198,8 @@ def _make_absolute(uri: str, base: Path) -> str:
 
 def _parse_sqlite_address(address: str) -> tuple[Path, str]:
     """Return the file that an SQLite address names, and its options; see make_sqlite_uri."""
-    found = _OPTIONS.search(address)
-    path, options = (address[: found.start()], found[1]) if found else (address, "")
+    match = _OPTIONS.search(address)
+    path, options = (address[: match.start()], match[1]) if match else (address, "")
     if path.startswith("file:") and "uri=true" in options.split("&"):
         return Path(unquote(path.removeprefix("file:"))), options
     return Path(path), options

@@ -81,23 +81,23 @@ def admit_training(
         return Admission(None, "", rows, f"{learnt}what is {how} is not forecast")
     # A limit is the whole process's: what it holds from before is not for this training.
     held_bytes = make_allocator(torch.device(device.name)).read().get("reserved", 0)
-    asked = _MemoryRequest(plan, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
-    untold = asked.describe_unforeseeable()
+    request = _MemoryRequest(plan, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
+    untold = request.describe_unforeseeable()
     if untold is not None:
         return Admission(None, "", rows, learnt + untold)
-    asked.refuse_hopeless_limit()
+    request.refuse_hopeless_limit()
     until = now() + config.memory.wait_s
     is_told = False
     while True:
         now_free = free() if free else read_free_bytes(device)
         room = compute_room_bytes(config.memory.limit_mib, now_free, held_bytes=held_bytes)
-        admission = asked.find_fitting(room)
+        admission = request.find_fitting(room)
         if admission is not None:
             return replace(admission, reason=learnt + admission.reason)
         # Where all of the device is too little, or a limit is, nothing is gained by waiting.
-        is_hopeless = asked.forecast(1).needed_bytes > asked.most_bytes
+        is_hopeless = request.forecast(1).needed_bytes > request.most_bytes
         if now() >= until or is_hopeless:
-            text = asked.describe_refusal(room, find_holders(device.uuid, nvml()))
+            text = request.describe_refusal(room, find_holders(device.uuid, nvml()))
             raise (
                 DeviceError(text)
                 if is_hopeless
@@ -105,8 +105,8 @@ def admit_training(
             )
         if not is_told:
             is_told = True
-            told = asked.describe_shortage(room, find_holders(device.uuid, nvml()))
-            log.warning("waiting up to %s: %s", format_seconds(config.memory.wait_s), told)
+            shortage = request.describe_shortage(room, find_holders(device.uuid, nvml()))
+            log.warning("waiting up to %s: %s", format_seconds(config.memory.wait_s), shortage)
         sleep(min(ASK_AGAIN_S, max(0.0, until - now())))
 
 
@@ -141,12 +141,12 @@ class _MemoryRequest:
 
     def forecast(self, rows: int) -> Forecast:
         if rows not in self._forecasts:
-            told = forecast_training(self._plan, micro_batch=rows)
+            forecast = forecast_training(self._plan, micro_batch=rows)
             # A checkpoint is copied before it is written: on a CPU, beside all the rest.
             if self._device.kind == "cpu" and self._is_killed_for_more():
-                copied_bytes = sum(told.owners.get(owner, 0) for owner in CHECKPOINTED)
-                told = replace(told, needed_bytes=told.needed_bytes + copied_bytes)
-            self._forecasts[rows] = told
+                copied_bytes = sum(forecast.owners.get(owner, 0) for owner in CHECKPOINTED)
+                forecast = replace(forecast, needed_bytes=forecast.needed_bytes + copied_bytes)
+            self._forecasts[rows] = forecast
         return self._forecasts[rows]
 
     def describe_unforeseeable(self) -> str | None:
@@ -187,17 +187,17 @@ class _MemoryRequest:
             if rows == 1:
                 return None
             rows = math.ceil(rows / 2)
-        told = self.forecast(rows)
-        reason = f"{_format_size(told.peak_bytes)} by a dry step{self._describe_room(room)}"
+        forecast = self.forecast(rows)
+        reason = f"{_format_size(forecast.peak_bytes)} by a dry step{self._describe_room(room)}"
         if rows < self._rows:
             reason = (
                 f"starts with micro-batches of {rows} rows, {reason}, where {self._rows} would "
                 f"need {_format_size(whole.needed_bytes)}"
             )
-        if "ALLOC_CONF" in told.note:
-            reason += f" ({told.note})"
-        fits_graph = told.graphed is None or told.graphed.needed_bytes <= room
-        return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
+        if "ALLOC_CONF" in forecast.note:
+            reason += f" ({forecast.note})"
+        fits_graph = forecast.graphed is None or forecast.graphed.needed_bytes <= room
+        return Admission(forecast.peak_bytes, "dry step", rows, reason, forecast, fits_graph)
 
     def describe_refusal(self, room: float, found: tuple[Holder, ...]) -> str:
         """Return why the training can't be had; starts with the setting at fault."""
@@ -248,14 +248,14 @@ def _describe_holders(found: tuple[Holder, ...]) -> str:
     if not found:
         return ""
     largest = sorted(found, key=lambda holder: -(holder.bytes or 0))
-    told = [
+    holders = [
         f"pid {h.pid}"
         + (f" ({h.name})" if h.name else "")
         + ("" if h.bytes is None else f" {_format_size(h.bytes)}")
         for h in largest[:SHOWN]
     ]
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"; held by {', '.join(told)}{more}"
+    return f"; held by {', '.join(holders)}{more}"
 
 
 @dataclass(frozen=True)
@@ -296,14 +296,14 @@ def make_forecast_figures(
 ) -> dict[str, float]:
     """Return the forecast with a recorded step where one was recorded, else without."""
     peak_bytes, reserved_bytes = past.find_peak_bytes(), past.find_reserved_bytes()
-    told = admission.told
-    if told is not None:
-        told = told.graphed if has_recorded and told.graphed is not None else told
-        peak_bytes, reserved_bytes = told.peak_bytes, told.reserved_bytes
+    forecast = admission.told
+    if forecast is not None:
+        forecast = forecast.graphed if has_recorded and forecast.graphed is not None else forecast
+        peak_bytes, reserved_bytes = forecast.peak_bytes, forecast.reserved_bytes
     # A forecast judges whole batches; where they don't fit a training judges parts of them.
     most_bytes = math.inf if limit_mib is None else limit_mib * MIB
-    found = {
+    figures = {
         "memory/predicted_peak_mib": peak_bytes,
         "memory/predicted_reserved_mib": reserved_bytes,
     }
-    return {k: min(v, most_bytes) / MIB for k, v in found.items() if v is not None}
+    return {k: min(v, most_bytes) / MIB for k, v in figures.items() if v is not None}

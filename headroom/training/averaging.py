@@ -176,14 +176,14 @@ def check_told_count(count: Count, y: Any, loss: float, *, path: str) -> None:
     except Exception as error:
         if is_oom(error):
             raise
-        told = f"count of {path}, called with targets, raised: {describe_error(error)}"
+        problem = f"count of {path}, called with targets, raised: {describe_error(error)}"
     else:
         is_nothing = counted == 0 and math.isfinite(loss) and loss != 0
         if math.isfinite(counted) and counted >= 0 and not is_nothing:
             return
-        told = f"count of {path} gives {counted:g} for rows whose loss is {loss:g}"
+        problem = f"count of {path} gives {counted:g} for rows whose loss is {loss:g}"
     raise ConfigError(
-        f"train.loss: {told}; let it return over how much the loss is the mean, as "
+        f"train.loss: {problem}; let it return over how much the loss is the mean, as "
         "lambda targets: (targets != -100).sum()"
     )
 
@@ -234,8 +234,8 @@ def _list_paddings(y: Tensor, paddings: tuple[int, ...]) -> list[int]:
     """Return the labels that may stand for none, beside IGNORED: those of sequences alone."""
     if y.dim() < 2:
         return []
-    known = {0, int(y.flatten()[-1]), *paddings}
-    return sorted(known - {IGNORED})
+    candidates = {0, int(y.flatten()[-1]), *paddings}
+    return sorted(candidates - {IGNORED})
 
 
 def _iterate_samples(

@@ -71,11 +71,11 @@ def _refuse_evaluations(plan: Plan) -> None:
     """Raises ConfigError where evaluations do not give what the settings ask of them."""
     t, o, task = plan.settings.train, plan.settings.optim, plan.data.task
     measured = list_best_metrics(task, classes=plan.data.outputs)
-    known = [*measured, *(f"val/{name}" for name in t.metrics)]
-    if t.best.name not in known:
+    choices = [*measured, *(f"val/{name}" for name in t.metrics)]
+    if t.best.name not in choices:
         raise ConfigError(
             f"train.best_metric: {t.best.name} is not measured of this {task}; choose one of "
-            f"{', '.join(known)}"
+            f"{', '.join(choices)}"
         )
     if t.eval_every_steps is not None and t.eval_every_steps >= plan.steps:
         raise ConfigError(

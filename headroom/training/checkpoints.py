@@ -117,19 +117,21 @@ class Checkpoints:
         """Restore the training from the newest intact checkpoint; it stays as it is where there is
         none. Raises StateMismatch and NewerCheckpoint, and DamagedCheckpoint where there are only
         damaged ones."""
-        found = None
+        checkpoint = None
         if self._resumes and self._mesh is not None:
-            found = read_newest(self.folder, self._ranks, self._mesh)
+            checkpoint = read_newest(self.folder, self._ranks, self._mesh)
         elif self._resumes:
-            found = self._ranks.broadcast(read_newest(self.folder) if self._ranks.is_lead else None)
-        if found is None:
+            checkpoint = self._ranks.broadcast(
+                read_newest(self.folder) if self._ranks.is_lead else None
+            )
+        if checkpoint is None:
             return
-        changed = refuse_other_training(found.about, self._about)
-        training.load_state_dict(found.state)
-        training.position = position = TrainingPosition(**found.about["position"])
-        self._saved_step, self._best_step = position.step, found.about["best_step"]
+        changed = refuse_other_training(checkpoint.about, self._about)
+        training.load_state_dict(checkpoint.state)
+        training.position = position = TrainingPosition(**checkpoint.about["position"])
+        self._saved_step, self._best_step = position.step, checkpoint.about["best_step"]
         self._resumed = {"resumed_from_step": str(position.step)}
-        if code := describe_changed_code(found.about, self._about):
+        if code := describe_changed_code(checkpoint.about, self._about):
             log.warning("%s", code)
             self.warnings = (code,)
         if changed:
@@ -228,8 +230,8 @@ class Checkpoints:
                 if not isinstance(error, OSError) and not is_lost_peer(error):
                     raise
                 self._saved_step = -1
-                told = getattr(error, "strerror", None) or error
-                self._warn_once(f"a checkpoint could not be written ({told})")
+                reason = getattr(error, "strerror", None) or error
+                self._warn_once(f"a checkpoint could not be written ({reason})")
                 return
             self._best_step, self.written = best_step, self.written + 1
             if self._ranks.is_lead:

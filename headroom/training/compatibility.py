@@ -102,8 +102,8 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 
 def _read_commit() -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
-        asked = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=GIT_S)
+        command = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S)
         return done.stdout.strip() if done.returncode == 0 else ""
     return ""
 
@@ -127,10 +127,10 @@ def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
     A secret may: a password has its time, and rows are known by their fingerprint.
     """
-    known = was.get("secrets", {})
-    problems, told = [], _list_changed_secrets(known)
+    secrets = was.get("secrets", {})
+    problems, told = [], _list_changed_secrets(secrets)
     for name, before, after in _list_changed(was["settings"], now["settings"]):
-        if _is_same_but_hidden(name, before, after, known):
+        if _is_same_but_hidden(name, before, after, secrets):
             continue
         if name in MAY_DIFFER or name.partition(".")[0] in MAY_DIFFER_IN:
             told.append(f"{name} was {before} and is {after}")
@@ -176,10 +176,10 @@ def _list_changed(
 
 def _list_changed_secrets(known: Mapping[str, str]) -> list[str]:
     """Return in words which secrets are others than those of the checkpoint."""
-    given = {name: os.environ.get(make_variable_name(name)) for name in known if name != "salt"}
+    values = {name: os.environ.get(make_variable_name(name)) for name in known if name != "salt"}
     return [
         f"{name} has another secret than it had"
-        for name, value in given.items()
+        for name, value in values.items()
         if value is not None and _hash_secret(value, known["salt"]) != known[name]
     ]
 

@@ -247,8 +247,8 @@ def evaluate(
         rows = min(evaluator.ranks.all_gather(min(evaluator.micro.rows, len(batches))))
         try:
             with name_oom_phase("eval"):
-                found = _evaluate_rows(model, batches, evaluator, rows)
-            return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
+                metrics = _evaluate_rows(model, batches, evaluator, rows)
+            return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in metrics.items()}
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
             may_read_less = batches.residency in ("pinned", "host") and evaluator.ranks.is_alone
@@ -300,23 +300,23 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
     if task in ("regression", "own"):
         return {}
-    found = {"accuracy": sums["hits"] / sums["answers"]}
+    figures = {"accuracy": sums["hits"] / sums["answers"]}
     if "top5" in sums:
-        found["top5_accuracy"] = sums["top5"] / sums["answers"]
+        figures["top5_accuracy"] = sums["top5"] / sums["answers"]
     if task == "multilabel":
         told = 2 * sums["both"] + sums["either"]
-        found["f1"] = 2 * sums["both"] / told if told else 1.0
-    return found
+        figures["f1"] = 2 * sums["both"] / told if told else 1.0
+    return figures
 
 
 def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     """Return the figures that need the rows; and whether all were given the same answer, of more
     than one."""
-    found = _gather_all_ranks(evaluator.ranks, kept.on_host())
+    kept_rows = _gather_all_ranks(evaluator.ranks, kept.on_host())
     evaluator.cells.clear()
-    if found is None:
+    if kept_rows is None:
         return {}
-    outputs, targets = found
+    outputs, targets = kept_rows
     if evaluator.task == "multilabel":
         return scores.compute_label_scores(outputs.float().numpy(), targets.numpy())
     same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
@@ -353,12 +353,12 @@ def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Batch
 
 def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
     parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
-    found = []
+    sums = []
     # No comprehension, which is a closure: see micro_batches.MicroBatching.fit.
     for part_x, part_y in parts:
-        found.append(_sum_part(forward, part_x, part_y, evaluator))
-    pairs = [pair for part in found for pair in part.pairs]
-    return _BatchSums(_add_sums([part.values for part in found]), pairs)
+        sums.append(_sum_part(forward, part_x, part_y, evaluator))
+    pairs = [pair for part in sums for pair in part.pairs]
+    return _BatchSums(_add_sums([part.values for part in sums]), pairs)
 
 
 def _sum_part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:

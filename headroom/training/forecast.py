@@ -466,9 +466,9 @@ def _evaluate_batches(
             if loss is None:
                 make_loss(train, data, outputs.device, is_judged=True)(outputs, y)
         if data.task == "classification":
-            told = outputs.argmax(1)
-            _ = told == y
-            kept.add(shrink_classes(told, data.outputs), shrink_classes(y, data.outputs))
+            predicted = outputs.argmax(1)
+            _ = predicted == y
+            kept.add(shrink_classes(predicted, data.outputs), shrink_classes(y, data.outputs))
         elif data.task == "multilabel":
             kept.add(outputs, y > 0.5)
         elif data.task == "regression":
@@ -579,12 +579,12 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
             f"{setting}: what {theirs} will take cannot be told beforehand ({untold}); "
             "it needs more than the shapes of its inputs"
         )
-    told = make_forecast(dry.plain, dry.parameter_bytes, device, rows)
+    forecast = make_forecast(dry.plain, dry.parameter_bytes, device, rows)
     if dry.convolves and device.kind == "cuda" and torch.backends.cudnn.enabled:
-        told = replace(told, note="; ".join(filter(None, (told.note, CUDNN))))
+        forecast = replace(forecast, note="; ".join(filter(None, (forecast.note, CUDNN))))
     if dry.graphed is None:
-        return told
-    return replace(told, graphed=make_forecast(dry.graphed, dry.parameter_bytes, device, rows))
+        return forecast
+    return replace(forecast, graphed=make_forecast(dry.graphed, dry.parameter_bytes, device, rows))
 
 
 def make_forecast(
@@ -635,14 +635,14 @@ def make_forecast(
 def _count_blocks(peaks: PhasePeaks) -> dict[str, int]:
     """Return the most that the allocator counts as held in each phase: whole blocks, of which those
     above 1 MiB are up to 1 MiB larger than their tensors, where such a rest is not split off."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     allocator, begin = SimulatedAllocator(), 0
     for phase, end in peaks.marks:
         allocator.peak_allocated = allocator.allocated
         allocator.follow(peaks.events[begin:end])
-        found[phase] = max(found.get(phase, 0), allocator.peak_allocated)
+        counts[phase] = max(counts.get(phase, 0), allocator.peak_allocated)
         begin = end
-    return found
+    return counts
 
 
 def find_largest_micro_batch(plan: Plan, room_bytes: float) -> int | None:

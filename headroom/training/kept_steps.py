@@ -14,5 +14,5 @@ _NAME = re.compile(r"step-(\d{12})\.json")
 
 def list_steps(folder: Path) -> list[int]:
     """Return the steps of which there is a checkpoint, the newest first."""
-    found = (_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+    matches = (_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
+    return sorted((int(match[1]) for match in matches if match), reverse=True)

@@ -256,11 +256,11 @@ def agree_on_stop(stop: StopCheck, ranks: Ranks, *, every: int) -> StopCheck:
     def agree() -> StopRequest | None:
         if next(calls) % every:
             return None
-        found = stop() if ranks.is_lead else None
-        if not ranks.broadcast_flag(found is not None):
+        request = stop() if ranks.is_lead else None
+        if not ranks.broadcast_flag(request is not None):
             return None
-        reason, ends = ranks.broadcast((found.reason, found.ends) if found else ("", True))
-        return found or StopRequest(
+        reason, ends = ranks.broadcast((request.reason, request.ends) if request else ("", True))
+        return request or StopRequest(
             reason, ends=ends, act=leave_training if ends and not reason else lambda: None
         )
 
@@ -297,8 +297,8 @@ def compute_end_time(until: str, now_s: float) -> float:
 def _find_unix_times(clock: datetime) -> list[float]:
     """Return when the clock of the host shows that: twice in the hour that comes twice. One that
     is left out in spring is there when the clock passes over it."""
-    found = sorted(clock.replace(fold=fold).timestamp() for fold in (0, 1))
-    shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
-    between = range(int(found[0]), int(found[1]) + 1)
+    times = sorted(clock.replace(fold=fold).timestamp() for fold in (0, 1))
+    shown = [time_s for time_s in times if datetime.fromtimestamp(time_s) == clock]
+    between = range(int(times[0]), int(times[1]) + 1)
     passed = bisect_left(between, True, key=lambda at: datetime.fromtimestamp(at) >= clock)
     return shown or [float(between[passed])]

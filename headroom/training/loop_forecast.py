@@ -154,10 +154,10 @@ def forecast_loop(step: LoopStep, sizes_mib: Mapping[str, float]) -> LoopForecas
     UnforeseeableMemory."""
     rooms = {name: max(0, int((size - TAKEN_MIB) * MIB)) for name, size in sizes_mib.items()}
     device = make_absent_gpu(detect_best_device("cpu"), max(rooms.values()))
-    told, assumed = forecast_step(step, device)
+    forecast, assumed = forecast_step(step, device)
     largest = find_largest_batches(step, device, rooms)
     rooms_mib = {name: room / MIB for name, room in rooms.items()}
-    return LoopForecast(told, assumed, told.needed_bytes / MIB, rooms_mib, largest)
+    return LoopForecast(forecast, assumed, forecast.needed_bytes / MIB, rooms_mib, largest)
 
 
 def make_step_of(
@@ -174,8 +174,8 @@ def make_step_of(
 
 def _read_options(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options that an optimizer was made with, as its class takes them."""
-    known = inspect.signature(type(optimizer)).parameters
-    return {k: v for k, v in optimizer.defaults.items() if k in known and v is not None}
+    parameters = inspect.signature(type(optimizer)).parameters
+    return {k: v for k, v in optimizer.defaults.items() if k in parameters and v is not None}
 
 
 def _copy_without_memory(model: nn.Module) -> nn.Module:
@@ -239,10 +239,10 @@ def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
         raise UnforeseeableMemory(
             f"what a step takes cannot be told beforehand: {describe_error(error)}"
         ) from None
-    told = make_forecast(peaks, parameter_bytes, device, step.rows)
+    forecast = make_forecast(peaks, parameter_bytes, device, step.rows)
     if any(isinstance(module, _ConvNd) for module in model.modules()):
-        told = replace(told, note="; ".join(filter(None, (told.note, CUDNN))))
-    return told, assumed[0] if assumed else ""
+        forecast = replace(forecast, note="; ".join(filter(None, (forecast.note, CUDNN))))
+    return forecast, assumed[0] if assumed else ""
 
 
 def find_largest_batches(
@@ -255,7 +255,7 @@ def find_largest_batches(
     def needed(rows: int) -> int:
         return forecast_step(step.resize(rows), device)[0].needed_bytes
 
-    found = {}
+    largest = {}
     for name, room in rooms_bytes.items():
         fits, over = 0, step.rows
         while needed(over) <= room and over < MOST_ROWS:
@@ -270,8 +270,8 @@ def find_largest_batches(
             guess = fits + int(share * (over - fits))  # what takes memory is mostly the rows
             rows = min(max(guess, fits + 1, int(fits * (1 + CLOSE / 2))), over - 1)
             fits, over = (rows, over) if needed(rows) <= room else (fits, rows)
-        found[name] = fits
-    return found
+        largest[name] = fits
+    return largest
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
@@ -290,10 +290,10 @@ def find_optimizer(name: str) -> type[Optimizer]:
 def make_optimizer_of(kind: type[Optimizer], args: Mapping[str, Any]) -> Callable[[Any], Optimizer]:
     """Return what makes this optimizer as a loop on a GPU has it: for several tensors at once,
     which is PyTorch's default there."""
-    asked = dict(args)
-    if "foreach" in inspect.signature(kind).parameters and not asked.get("fused"):
-        asked.setdefault("foreach", True)
-    return partial(kind, **{"lr": 1e-3, **asked})
+    options = dict(args)
+    if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
+        options.setdefault("foreach", True)
+    return partial(kind, **{"lr": 1e-3, **options})
 
 
 def parse_gpu_sizes(text: str) -> dict[str, float]:
@@ -311,8 +311,8 @@ def parse_gpu_sizes(text: str) -> dict[str, float]:
         else:
             near = get_close_matches(name, SIZES_MIB, 1)
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SIZES_MIB)}"
-            told = make_printable(name, limit=60)
-            problems.append(f"--for {told}: is neither a GPU that is known nor 24GiB; {hint}")
+            shown = make_printable(name, limit=60)
+            problems.append(f"--for {shown}: is neither a GPU that is known nor 24GiB; {hint}")
     if problems:
         raise ConfigError(*problems)
     return found
@@ -393,7 +393,7 @@ def forecast_own_step(
     for name, path in (("MODULE:NAME", model), ("--loss", loss)):
         if path and not is_import_path(path):
             raise ConfigError(f"{name}: is an import path, module:attribute (got {path})")
-    given = _parse_batch(batch)
+    inputs = _parse_batch(batch)
     try:
         args = {name: ast.literal_eval(value) for name, _, value in map(_cut, optimizer_args)}
         made = make_optimizer_of(find_optimizer(optimizer), args)
@@ -402,7 +402,7 @@ def forecast_own_step(
         raise ConfigError(f"--optimizer: {optimizer} {' '.join(optimizer_args)}: {error}") from None
     step = LoopStep(
         partial(_make_model, make(model, setting="MODULE:NAME"), model),
-        given,
+        inputs,
         made,
         compute_loss=make(loss, setting="--loss") if loss else None,
         autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast or ""),
@@ -430,16 +430,16 @@ def _make_model(factory: Callable[[], Any], path: str) -> nn.Module:
 def _parse_batch(batch: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args, named = [], {}
     for word in batch:
-        found = _BATCH.fullmatch(word)
-        kind = getattr(torch, found[3] or "float32", None) if found is not None else None
-        if found is None or not isinstance(kind, torch.dtype) or "0" in found[2].split("x"):
+        match = _BATCH.fullmatch(word)
+        kind = getattr(torch, match[3] or "float32", None) if match is not None else None
+        if match is None or not isinstance(kind, torch.dtype) or "0" in match[2].split("x"):
             raise ConfigError(
                 f"--batch: is [NAME=]SHAPE[:DTYPE], such as 64x3x224x224 or ids=8x512:int64 "
                 f"(got {make_printable(word, limit=60)})"
             )
-        tensor = torch.empty([*map(int, found[2].split("x"))], dtype=kind, device="meta")
-        if found[1]:
-            named[found[1]] = tensor
+        tensor = torch.empty([*map(int, match[2].split("x"))], dtype=kind, device="meta")
+        if match[1]:
+            named[match[1]] = tensor
         else:
             args.append(tensor)
     return tuple(args), named

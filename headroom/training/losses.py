@@ -199,9 +199,9 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
     writes to these. Raises ConfigError."""
     writes = False
     if is_import_path(train.loss):
-        given = outputs.detach().requires_grad_().clone()  # no leaf, as in a training
-        got = _call_own(loss, given, targets, "train.loss", train.loss)
-        writes |= given._version > 0
+        outputs_copy = outputs.detach().requires_grad_().clone()  # no leaf, as in a training
+        got = _call_own(loss, outputs_copy, targets, "train.loss", train.loss)
+        writes |= outputs_copy._version > 0
         if not isinstance(got, Tensor) or got.dim() or not got.is_floating_point():
             raise ConfigError(
                 f"train.loss: {train.loss} must return one number in a tensor, the mean over the "
@@ -214,9 +214,9 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
             )
     for name, metric in load_own_metrics(train).items():
         setting, path = f"train.metrics.{name}", train.metrics[name]
-        given = outputs.detach().clone()
-        got = metric(given, targets)
-        writes |= given._version > 0
+        outputs_copy = outputs.detach().clone()
+        got = metric(outputs_copy, targets)
+        writes |= outputs_copy._version > 0
         single = isinstance(got, Tensor) and got.numel() == 1
         if isinstance(got, bool) or not (single or isinstance(got, (int, float))):
             raise ConfigError(
@@ -234,11 +234,11 @@ def _call_own(
     except Exception as error:
         if is_oom(error):
             raise
-        told = (
+        problem = (
             f"{setting}: {path}, called with outputs {_describe_result(outputs)} and targets "
             f"{_describe_result(targets)}, raised: {describe_error(error)}"
         )
-    raise ConfigError(told)
+    raise ConfigError(problem)
 
 
 def _describe_result(got: Any) -> str:

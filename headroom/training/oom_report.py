@@ -191,17 +191,17 @@ def explain_oom(
             phase = "backward" if done[-1:] == ["forward"] else "forward"
         ledger.end_failed_phase(phase)
     owners = sum_by_owner(held)
-    told = parse_oom_message(text)
-    if told.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
-        told = replace(told, idle_bytes=allocator["reserved"] - allocator["allocated"])
+    message = parse_oom_message(text)
+    if message.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
+        message = replace(message, idle_bytes=allocator["reserved"] - allocator["allocated"])
     split, reserved = allocator.get("inactive_split"), allocator.get("reserved")
-    setting, remedy = find_remedy(phase, told, owners)
+    setting, remedy = find_remedy(phase, message, owners)
     return OomExplanation(
         device=device,
         phase=phase,
         step=step,
         batch_shape=tuple(batch_shape),
-        told=told,
+        told=message,
         owners=owners,
         holdings=_group_holdings(held),
         fragmentation_pct=100 * split / reserved if split is not None and reserved else None,
@@ -278,11 +278,11 @@ def _group_holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:
     groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in held:
         groups[entry.owner, entry.line].append(entry)
-    found = [
+    holdings = [
         Holding(owner, sum(e.bytes for e in group), len(group), group[0].what, line)
         for (owner, line), group in groups.items()
     ]
-    return tuple(sorted(found, key=lambda holding: -holding.bytes)[:SHOWN])
+    return tuple(sorted(holdings, key=lambda holding: -holding.bytes)[:SHOWN])
 
 
 def _join_sizes(sizes: Sequence[int]) -> str:

@@ -392,17 +392,17 @@ def list_undecayed(model: nn.Module) -> list[nn.Parameter]:
 def find_groups(o: OptimConfig, model: nn.Module) -> dict[int, GroupConfig]:
     """Return what parameters have for themselves, by their ids. Raises ConfigError for a pattern
     that no parameter is left for."""
-    found: dict[int, GroupConfig] = {}
+    groups: dict[int, GroupConfig] = {}
     for pattern, group in o.groups.items():
         meant = find_parameters(model, pattern, setting="optim.groups")
-        new = {id(p): group for p in meant if p.requires_grad and id(p) not in found}
+        new = {id(p): group for p in meant if p.requires_grad and id(p) not in groups}
         if not new:
             raise ConfigError(
                 f"optim.groups: {pattern[:80]!r} has no parameter of its own: those it matches are "
                 "frozen or of an earlier pattern; drop it, or put it first"
             )
-        found |= new
-    return found
+        groups |= new
+    return groups
 
 
 class Plateau:
@@ -605,8 +605,8 @@ class TorchOptimizer(Optimizer):
         attributes beside its state, as a count of steps or slow weights."""
         if self._is_torchs:
             return {}, {}
-        known = {"param_groups", "state", "defaults"}
-        held = {n: v for n, v in vars(self._inner).items() if n not in known and n[0] != "_"}
+        usual = {"param_groups", "state", "defaults"}
+        held = {n: v for n, v in vars(self._inner).items() if n not in usual and n[0] != "_"}
         numbers = {n: v for n, v in held.items() if isinstance(v, (int, float))}
         lists = {
             n: list(nested.find_tensors(v))
@@ -698,27 +698,27 @@ def make_torch_optimizer(
         else getattr(torch.optim, o.name, _raise_absent)
     )
     params = [p for p in parameters if p.requires_grad]
-    given = _collect_arguments(factory, o)
-    free = set(map(id, undecayed)) if "weight_decay" in given else set()
+    arguments = _collect_arguments(factory, o)
+    free = set(map(id, undecayed)) if "weight_decay" in arguments else set()
     made: dict[str, dict[str, Any]] = {"{}": {"params": []}}  # the first is that of most
     for p in params:
-        asked = (groups or {}).get(id(p), GroupConfig()).model_dump(exclude_none=True)
-        for name in asked.keys() - given.keys():
+        options = (groups or {}).get(id(p), GroupConfig()).model_dump(exclude_none=True)
+        for name in options.keys() - arguments.keys():
             raise ConfigError(f"optim.groups: {o.name} takes no {name}; drop it")
-        asked |= {"weight_decay": 0.0} if id(p) in free else {}
-        made.setdefault(str(asked), {"params": [], **asked})["params"].append(p)
-    told = ""
+        options |= {"weight_decay": 0.0} if id(p) in free else {}
+        made.setdefault(str(options), {"params": [], **options})["params"].append(p)
+    problem = ""
     try:
-        inner = factory([group for group in made.values() if group["params"]], **given)
+        inner = factory([group for group in made.values() if group["params"]], **arguments)
     except Exception as error:
         if is_oom(error):
             raise
-        told = describe_error(error)
-    if told:
-        raise ConfigError(f"optim.name: {o.name} raised: {told}; choose another, or mend it")
+        problem = describe_error(error)
+    if problem:
+        raise ConfigError(f"optim.name: {o.name} raised: {problem}; choose another, or mend it")
     _refuse_unusable(inner, o.name)
     return TorchOptimizer(
-        inner, params, lr=o.lr, needs_closure=own and _needs_closure(factory, given)
+        inner, params, lr=o.lr, needs_closure=own and _needs_closure(factory, arguments)
     )
 
 
@@ -760,12 +760,13 @@ def _make_own_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
     def at(step: int) -> float:
         try:
             rate = o.lr * float(share(step, steps))
-            told = f"gave {rate / o.lr}"
+            problem = f"gave {rate / o.lr}"
         except Exception as error:
-            rate, told = math.nan, f"raised: {describe_error(error)}"
+            rate, problem = math.nan, f"raised: {describe_error(error)}"
         if not 0 <= rate < math.inf:
             raise ConfigError(
-                f"optim.schedule: {o.schedule} at step {step} of {steps} {told}; give the share of "
+                f"optim.schedule: {o.schedule} at step {step} of {steps} {problem}; give the share "
+                "of "
                 "optim.lr, a number from 0 on"
             )
         return rate

@@ -145,8 +145,8 @@ def _check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> 
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
-        told = f"model.name: {name} with {dict(settings.args)} needs more memory than this host"
-    raise ModelError(f"{told} has; make it smaller")
+        problem = f"model.name: {name} with {dict(settings.args)} needs more memory than this host"
+    raise ModelError(f"{problem} has; make it smaller")
 
 
 def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
@@ -172,8 +172,8 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
         with finder.watch():
             writes = check_loss(train, loss, outputs, y)
         changes = finder.find_changes(writes)
-        asked = _ask_own_loss(train, loss, outputs, data)
-        return ModelCheck(work, weights_bytes, data.outputs, changes, changes, asked)
+        averaging_rule = _ask_own_loss(train, loss, outputs, data)
+        return ModelCheck(work, weights_bytes, data.outputs, changes, changes, averaging_rule)
     return ModelCheck(work, weights_bytes, data.outputs)
 
 
@@ -231,7 +231,7 @@ def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts)
     with finder.watch():
         writes = check_loss(train, loss, outputs, y)
     changes = finder.find_changes(writes)
-    asked = _ask_own_loss(train, loss, outputs, data)
+    averaging_rule = _ask_own_loss(train, loss, outputs, data)
     shown, _ = make_sample(data, EVAL_ROWS)
     finder = ChangeFinder(model, shown)
     row = None if task == "own" else tuple(outputs.shape[1:])
@@ -242,14 +242,14 @@ def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts)
         # A norm of the batch can't.
         _run_forward(model.train(), *make_sample(data, 1), name)
     if own_loss and train.label_smoothing:
-        _, given = make_own_forward(model, takes_loss=True)(x)
-        if given is not None:
+        _, labels_given = make_own_forward(model, takes_loss=True)(x)
+        if labels_given is not None:
             raise ConfigError(
                 f"train.label_smoothing: has no meaning with the loss that {name} computes itself; "
                 "drop it, or set train.loss to cross_entropy"
             )
     if own_loss is TakesLoss.ALWAYS or (own_loss and isinstance(x, Mapping) and "labels" in x):
-        asked = _ask_model(model.eval(), own_loss, data)
+        averaging_rule = _ask_model(model.eval(), own_loss, data)
     warnings: tuple[str, ...] = ()
     if any(numbers) and own_loss and make_own_forward(model, takes_loss=own_loss)(x)[1] is None:
         warnings = (
@@ -258,7 +258,7 @@ def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts)
             "or set data.task to own",
         )
     size = builtin.count_bytes(model)
-    return ModelCheck(sum(work) // 2, size, wide, changes, judged, asked, task, warnings)
+    return ModelCheck(sum(work) // 2, size, wide, changes, judged, averaging_rule, task, warnings)
 
 
 def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFacts) -> Averaging:
@@ -324,12 +324,12 @@ def _run_forward(
         result = outputs if loss is None else loss
         lost, is_trained = _find_unsaved(model, result)
         if not result.requires_grad or not (is_trained or _has_hidden_gradients(model, result)):
-            told = (
+            problem = (
                 f"model.name: {name} gives outputs that no parameter has a share in; compute them "
                 "with gradients, without detach() or no_grad"
             )
         elif lost:
-            told = (
+            problem = (
                 f"model.name: {name} computes with {lost}, which PyTorch does not know: it would "
                 "be neither trained nor saved; keep a list of layers in an nn.ModuleList, a dict "
                 "in an nn.ModuleDict, a tensor in an nn.Parameter, as attributes of the module"
@@ -337,34 +337,34 @@ def _run_forward(
         else:
             return outputs.detach()
     except NoOutputsError as error:
-        told = f"model.name: forward of {name} {error}; return its outputs"
+        problem = f"model.name: forward of {name} {error}; return its outputs"
     except MemoryError:
         raise
     except Exception as error:
         if is_oom(error):
             raise
         again = partial(make_own_forward(model, takes_loss=takes_loss), x)
-        told = failed_step.explain_failure(error, model, (x, y), again) or (
+        problem = failed_step.explain_failure(error, model, (x, y), again) or (
             f"model.name: forward of {name}, given two rows of {_describe_inputs(x)}, raised: "
             f"{describe_error(error)}"
         )
-    raise ModelError(told)
+    raise ModelError(problem)
 
 
 def _has_hidden_gradients(model: nn.Module, result: Tensor) -> bool:
     """Return whether gradients come to a parameter on a way that the graph does not show, as those
     of a checkpoint do that goes forward again (use_reentrant=True)."""
     result.float().sum().backward(retain_graph=True)
-    found = any(p.grad is not None for p in model.parameters())
+    has_gradients = any(p.grad is not None for p in model.parameters())
     model.zero_grad(set_to_none=True)
-    return found
+    return has_gradients
 
 
 def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
     """Return what has a share in the result and wants gradients, and is no parameter of the model;
     empty where all is. What the forward pass has made itself is none of it. And whether the graph
     shows a parameter."""
-    known = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     registered = {id(buffer) for buffer in model.buffers()}  # kept out of the state_dict on purpose
     unsaved = find_unsaved_tensors(model).items()
     held = {id(tensor): path for path, tensor in unsaved if id(tensor) not in registered}
@@ -377,8 +377,8 @@ def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
         seen.add(node)
         waiting += [inner for inner, _ in node.next_functions]
         leaf = getattr(node, "variable", None)  # of what gathers a leaf's gradient
-        is_trained |= id(leaf) in known
-        if leaf is None or id(leaf) in known:
+        is_trained |= id(leaf) in parameters
+        if leaf is None or id(leaf) in parameters:
             continue
         if id(leaf) in held or isinstance(leaf, nn.Parameter):
             shares[id(leaf)] = held.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")
@@ -433,7 +433,7 @@ def _find_figures(
 
     Raises ModelError where there is no loss for them, and ConfigError for a figure that there is
     not."""
-    told = (
+    problem = (
         f"model.name: {name} gives no loss, and the batches of {data.source} tell no task; let it "
         "return one as `loss`, or set train.loss to a function of yours"
     )
@@ -441,9 +441,9 @@ def _find_figures(
         try:
             return data.task, _refuse_misshapen(outputs, y, data, name)
         except ModelError as error:
-            told = str(error)
+            problem = str(error)
     if (data.task != "own" or not is_import_path(train.loss)) and compute_loss() is None:
-        raise ModelError(told)
+        raise ModelError(problem)
     if train.best.name in list_best_metrics(data.task) and train.best.name != "val/loss":
         raise ConfigError(
             f"train.best_metric: {train.best.name} needs outputs of the shape of the labels, and "
@@ -466,8 +466,8 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
     leading = tuple(y.shape) if data.task == "tokens" else (2,)
     if not data.outputs:
         if len(got) != len(leading) + 1 or got[:-1] != leading:
-            told = ", ".join(map(str, (*leading, "classes")))
-            raise ModelError(f"{rule} ({told}) for two rows (got {got})")
+            shape_words = ", ".join(map(str, (*leading, "classes")))
+            raise ModelError(f"{rule} ({shape_words}) for two rows (got {got})")
         return got[-1]
     is_padded = got[:-1] == leading and data.task == "tokens" and got[-1] > data.outputs
     if not is_padded:  # vocabularies are often rounded up

@@ -61,9 +61,9 @@ def write_sharded_checkpoint(
         written = write_tensors(folder, step, kept, part=of, metadata=metadata)
     except OSError as error:
         problem = error.strerror or str(error)
-    found = ranks.all_gather((written, problem))
-    problem = next((problem for _, problem in found if problem), "")
-    files = [file for file, _ in found]
+    outcomes = ranks.all_gather((written, problem))
+    problem = next((problem for _, problem in outcomes if problem), "")
+    files = [file for file, _ in outcomes]
     if ranks.is_lead and not problem:
         named = {"files": files, "sharded": sorted(part.offsets)}
         try:

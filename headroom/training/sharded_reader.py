@@ -52,9 +52,9 @@ def read_sharded_checkpoint(
     reader.fs = _SelectedFiles([str(folder / name) for name, _ in files])
     shared_out = set(record.get("sharded", ())) if mesh is not None else set()
     tensors: dict[str, Tensor] = {}
-    for name, found in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(found, TensorStorageMetadata)
-        size, dtype = found.size, found.properties.dtype
+    for name, metadata in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(metadata, TensorStorageMetadata)
+        size, dtype = metadata.size, metadata.properties.dtype
         if name in shared_out:
             tensors[name] = empty(*size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
         else:

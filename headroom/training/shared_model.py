@@ -114,11 +114,13 @@ class AgreedMicroBatches(FixedMicroBatches):
         except MemoryExhausted as error:
             failure = error.failure
         self._restore(before)
-        told: list[tuple[int, MemoryFailure | None]] = self._ranks.all_gather((self.rows, failure))
-        for rank, (_, found) in enumerate(told):
+        by_rank: list[tuple[int, MemoryFailure | None]] = self._ranks.all_gather(
+            (self.rows, failure)
+        )
+        for rank, (_, found) in enumerate(by_rank):
             if found is not None:
                 raise MemoryExhausted(replace(found, text=f"on rank {rank}: {found.text}"))
-        self.rows = min(rows for rows, _ in told)
+        self.rows = min(rows for rows, _ in by_rank)
         self._together()
         self._is_agreed = True
 
@@ -137,21 +139,21 @@ def summarize_ranks(ranks: Ranks, device: str, measured: Mapping[str, float]) ->
         return RankFacts()
     names = list_shown(Place.RANKS)
     ours = {name: measured[name] for name in names if name in measured}
-    found = ranks.all_gather((f"{platform.node()} {device}", ours))
+    by_rank = ranks.all_gather((f"{platform.node()} {device}", ours))
     metrics: dict[str, float] = {}
     tags = {"ranks": str(ranks.size)}
-    if device != "cpu" or len({where for where, _ in found}) > 1:
+    if device != "cpu" or len({where for where, _ in by_rank}) > 1:
         tags["ranks.devices"] = ", ".join(
-            f"{rank}: {where}" for rank, (where, _) in enumerate(found)
+            f"{rank}: {where}" for rank, (where, _) in enumerate(by_rank)
         )
     for name in names:
-        told = name.partition("/")[2]
-        values = [of[name] for _, of in found if name in of]
+        phase = name.partition("/")[2]
+        values = [of[name] for _, of in by_rank if name in of]
         if len(values) == ranks.size:
             spread = {"least": min(values), "median": median(values), "most": max(values)}
-            metrics |= {f"ranks/{told}_{which}": value for which, value in spread.items()}
+            metrics |= {f"ranks/{phase}_{which}": value for which, value in spread.items()}
             if spread["most"] > spread["least"]:
-                tags[f"ranks.{told}_most"] = f"rank {values.index(spread['most'])}"
+                tags[f"ranks.{phase}_most"] = f"rank {values.index(spread['most'])}"
     return RankFacts(metrics, tags)
 
 
@@ -199,6 +201,6 @@ def gather_whole(model: nn.Module, plan: Plan, ranks: Ranks) -> nn.Module:
     state = gather_full_state(model)
     if not ranks.is_lead:
         return model
-    found = make_model(plan.settings.model, plan.data, plan.torch_device)
-    found.load_state_dict(state)
-    return found
+    whole = make_model(plan.settings.model, plan.data, plan.torch_device)
+    whole.load_state_dict(state)
+    return whole

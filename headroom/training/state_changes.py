@@ -144,8 +144,8 @@ class _WriteWatch(TorchDispatchMode):
         if schema is not None and schema.is_mutable:
             for i, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[i] if i < len(args) else kwargs.get(argument.name)
-                    self._written.update(map(_find_storage, nested.find_tensors(given)))
+                    value = args[i] if i < len(args) else kwargs.get(argument.name)
+                    self._written.update(map(_find_storage, nested.find_tensors(value)))
         return func(*args, **kwargs)
 
 
@@ -171,8 +171,8 @@ class StateKeeper:
                 self._slots.append((slot, space))
             elif changes.own and isinstance(value, Tensor) and _counts_writes(value):
                 self._constant.append((slot, value))
-        known = {slot for slot, _ in _iterate_slots(layers)}
-        for slot in changes.slots - known:  # made in the first step
+        slots = {slot for slot, _ in _iterate_slots(layers)}
+        for slot in changes.slots - slots:  # made in the first step
             if slot[:2] in by_place:
                 self._slots.append((slot, vars(by_place[slot[:2]])))
 

@@ -213,7 +213,7 @@ class Accounts:
         phase_s |= replay_s
         loop_s = spent["first_step"] + spent["steps"]
         samples_per_s = rows / loop_s
-        found = {
+        metrics = {
             **{
                 phase.metric: 1000 * phase_s[phase.name]
                 for phase in list_phases(PhaseKind.STEP)
@@ -223,28 +223,28 @@ class Accounts:
             "speed/steps_per_s": steps / loop_s,
         }
         if rows:
-            found |= {"speed/samples_per_s": samples_per_s, **self._facts.speeds(samples_per_s)}
+            metrics |= {"speed/samples_per_s": samples_per_s, **self._facts.speeds(samples_per_s)}
         if counted[0]:
-            found[f"time/{COUNTED}_s"] = spent[COUNTED]
+            metrics[f"time/{COUNTED}_s"] = spent[COUNTED]
         for name, seconds in (
             ("fast_step", clock.compute_fast_step_s()),
             ("reference", clock.compute_reference_s()),
         ):
             if seconds is not None:
-                found[f"time/{name}_ms"] = 1000 * seconds
+                metrics[f"time/{name}_ms"] = 1000 * seconds
         waited = self.cores.read_core_wait()
         if waited is not None:
-            found["time/core_wait_pct"] = waited.others_pct
-            found["time/core_wait_own_pct"] = waited.own_pct
+            metrics["time/core_wait_pct"] = waited.others_pct
+            metrics["time/core_wait_own_pct"] = waited.own_pct
         if copy_s is not None:
-            found["time/h2d_ms"] = 1000 * copy_s  # beside the steps, so that no phase holds it
+            metrics["time/h2d_ms"] = 1000 * copy_s  # beside the steps, so that no phase holds it
         if phase_s:
             # Below 0 where phases of sampled steps, times all steps, come to more than there was.
-            found["time/unaccounted_pct"] = 100 * (total_s - known_s) / total_s
+            metrics["time/unaccounted_pct"] = 100 * (total_s - known_s) / total_s
         sampled = clock.count_sampled_steps()
         if sampled is not None:
-            found["time/timed_steps"] = float(sampled)
-        return found
+            metrics["time/timed_steps"] = float(sampled)
+        return metrics
 
 
 def _read_in_use(meter: MemoryMeter) -> int | None:

@@ -324,17 +324,21 @@ class AllocationLog(TorchDispatchMode):
         """Return the error, where these would lie above the limit."""
         if self._limit is None or not made:
             return None
-        asked = sum(
+        requested_bytes = sum(
             {_get_storage_key(tensor): self._compute_size_bytes(tensor) for tensor in made}.values()
         )
         # Only where it looks full is it worth looking for what has died.
-        if self._allocated + asked <= self._limit or self.allocated_bytes + asked <= self._limit:
+        if (
+            self._allocated + requested_bytes <= self._limit
+            or self.allocated_bytes + requested_bytes <= self._limit
+        ):
             return None
         self.note_failure()
         free = max(0, self._limit - self._allocated)
         return torch.OutOfMemoryError(
             f"{self._device.type.upper()} out of memory. Tried to allocate "
-            f"{format_mebibytes(asked / MIB)}; {format_mebibytes(free / MIB)} of the limit of "
+            f"{format_mebibytes(requested_bytes / MIB)}; {format_mebibytes(free / MIB)} of the limit "
+            "of "
             f"{format_mebibytes(self._limit / MIB)} are free"
         )
 
@@ -408,10 +412,10 @@ class AllocationLog(TorchDispatchMode):
 
 def sum_by_owner(entries: Iterable[Entry]) -> dict[str, int]:
     """Return the bytes by owner."""
-    found: dict[str, int] = defaultdict(int)
+    by_owner: dict[str, int] = defaultdict(int)
     for entry in entries:
-        found[entry.owner] += entry.bytes
-    return dict(found)
+        by_owner[entry.owner] += entry.bytes
+    return dict(by_owner)
 
 
 def _get_storage_key(tensor: Tensor) -> int:

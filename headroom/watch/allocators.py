@@ -103,7 +103,7 @@ class PoolAllocator:
     def read(self) -> dict[str, int]:
         # One call, made by the host alone: some tens of microseconds, no wait for the device.
         nested = self._backend.memory.memory_stats_as_nested_dict(self._device)
-        found = {
+        figures = {
             "allocated": _pick(nested, "allocated_bytes", "current"),
             "reserved": _pick(nested, "reserved_bytes", "current"),
             "peak_allocated": _pick(nested, "allocated_bytes", "peak"),
@@ -111,7 +111,7 @@ class PoolAllocator:
             "inactive_split": _pick(nested, "inactive_split_bytes", "current"),
             "retries": nested.get("num_alloc_retries"),
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in figures.items() if value is not None}
 
     def reset_peaks(self) -> None:
         if self._backend.is_initialized():
@@ -178,8 +178,8 @@ def count_pinned_bytes(device: torch.device) -> int | None:
     included; None where unknown."""
     if device.type != "cuda" or not hasattr(torch.cuda, "host_memory_stats"):
         return None
-    told = torch.cuda.host_memory_stats()
-    return None if "allocated_bytes.current" not in told else int(told["allocated_bytes.current"])
+    stats = torch.cuda.host_memory_stats()
+    return None if "allocated_bytes.current" not in stats else int(stats["allocated_bytes.current"])
 
 
 def release_cached_memory(device: torch.device) -> None:

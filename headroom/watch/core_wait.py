@@ -65,14 +65,14 @@ def _read_counts_s() -> tuple[float, float, float, float] | None:
 
 
 def _read_threads_s() -> tuple[float, float] | None:
-    found = []
+    threads = []
     for file in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, ValueError, IndexError):  # of a thread that has just ended
             ran, waited = file.read_text().split()[:2]
-            found.append((int(waited), int(ran)))
-    if not found:
+            threads.append((int(waited), int(ran)))
+    if not threads:
         return None
-    return sum(waited for waited, _ in found) / 1e9, sum(ran for _, ran in found) / 1e9
+    return sum(waited for waited, _ in threads) / 1e9, sum(ran for _, ran in threads) / 1e9
 
 
 def _read_busy_s() -> float | None:
@@ -87,39 +87,39 @@ def _find_helper_processes() -> set[psutil.Process]:
     """Return the processes that this one started, and those on this machine that one of them is
     connected to."""
     me = psutil.Process()
-    found: set[psutil.Process] = set()
+    helpers: set[psutil.Process] = set()
     with suppress(psutil.Error, OSError):
-        found |= set(me.children(recursive=True))
+        helpers |= set(me.children(recursive=True))
         calls = psutil.net_connections("tcp")
         listening = {
             call.laddr.port: call.pid
             for call in calls
             if call.status == psutil.CONN_LISTEN and call.pid and call.laddr
         }
-        callers = {me.pid, *(child.pid for child in found)}
-        known: set[int] = set()
+        callers = {me.pid, *(child.pid for child in helpers)}
+        pids: set[int] = set()
         while callers:  # a server may call one itself: a store's, a database's
-            known |= callers
+            pids |= callers
             callers = {
                 listening[call.raddr.port]
                 for call in calls
                 if call.pid in callers and call.raddr and call.raddr.ip in LOCAL_HOSTS
                 if call.raddr.port in listening
-            } - known
+            } - pids
             for pid in callers:
                 with suppress(psutil.Error):
                     server = psutil.Process(pid)
-                    found |= {server, *server.children(recursive=True)}
-    return found - {me}
+                    helpers |= {server, *server.children(recursive=True)}
+    return helpers - {me}
 
 
 def _read_processes_s(processes: set[psutil.Process] | None = None) -> dict[psutil.Process, float]:
     """Return the processor seconds of each process (of all where none are given), those of its
     ended children included."""
-    found = {}
+    times = {}
     for process in psutil.process_iter() if processes is None else processes:
         with suppress(psutil.Error, OSError):
             used = process.cpu_times()
             ended_s = getattr(used, "children_user", 0.0) + getattr(used, "children_system", 0.0)
-            found[process] = used.user + used.system + ended_s
-    return found
+            times[process] = used.user + used.system + ended_s
+    return times

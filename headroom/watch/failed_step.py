@@ -124,8 +124,8 @@ def find_failure(
     """
     names, errors = TensorNames(model, batch), list_error_chain(error)
     mistakes = [one for one in errors if isinstance(one, RAISED) and not is_plain(one)]
-    told = {str(one): _read_failure(one, names, is_second=False) for one in mistakes}
-    if not told:
+    failures = {str(one): _read_failure(one, names, is_second=False) for one in mistakes}
+    if not failures:
         return None
     # A compiler has words of its own: it computes with shapes alone.
     is_compilers = any(type(one).__module__.startswith("torch._dynamo") for one in mistakes)
@@ -137,13 +137,13 @@ def find_failure(
             warnings.simplefilter("ignore")
             forbid_exit(again)()
     except Exception as second:
-        told |= {
+        failures |= {
             str(one): _read_failure(one, names, is_second=True)
             for one in list_error_chain(second)
-            if one not in errors and (is_compilers or str(one) in told)
+            if one not in errors and (is_compilers or str(one) in failures)
         }
         clear_frames(second)
-    return next(filter(None, told.values()), None)
+    return next(filter(None, failures.values()), None)
 
 
 class _CallRecorder(TorchFunctionMode):
@@ -180,9 +180,9 @@ def _read_failure(error: BaseException, names: TensorNames, *, is_second: bool) 
         function = getattr(watched[0].f_locals["func"], "__name__", "") if watched else ""
         variables = _name_variables(frames[: frames.index(call)])
         args, kwargs = call.f_locals["args"], call.f_locals["kwargs"] or {}
-        given = nested.find_tensors([*args, *kwargs.values()])
+        tensors = nested.find_tensors([*args, *kwargs.values()])
         unnamed = "the input" if is_torchs else ""
-        met = [names.name_tensor(variables.get(id(one), unnamed), one) for one in given]
+        met = [names.name_tensor(variables.get(id(one), unnamed), one) for one in tensors]
     elif is_second or not called or type(error) is not RuntimeError:
         return None  # else PyTorch raised too, but only a second run would tell for what
     line, path = describe_own_line(error), names.layers.get(id(layer))
@@ -296,8 +296,8 @@ def explain_failure(
         return None
     devices = {one.device for one in (*failure.given, *failure.weights)}
     is_apart = len(devices) > 1 and _DEVICES.search(failure.text)
-    told = _describe_devices(failure) if is_apart else _describe_mismatch(failure)
-    return f"{told} (PyTorch: {failure.text})"
+    explanation = _describe_devices(failure) if is_apart else _describe_mismatch(failure)
+    return f"{explanation} (PyTorch: {failure.text})"
 
 
 def _describe_devices(failure: Failure) -> str:
@@ -312,22 +312,22 @@ def _describe_devices(failure: Failure) -> str:
             setting = failure.setting
             cures = [f"the model is on {usual} and the whole batch is not: {_MADE}"]
     who = [*odd, *(one for one in met if one.device == usual)]
-    told = _join_words([f"{one} is on {one.device}" for one in who])
+    places = _join_words([f"{one} is on {one.device}" for one in who])
     known = {one.known for one in odd}
     stay = [one for one in names.held if one.device != usual and one.kind in (PLAIN, LOOSE)]
     if others := [one.known for one in stay if one.known not in known]:
         cures.append(f"nor does this move with the model: {_join_words(others)}")
     place = failure.place
-    return f"{setting}: tensors on different devices met in {place}: {told}; {'; '.join(cures)}"
+    return f"{setting}: tensors on different devices met in {place}: {places}; {'; '.join(cures)}"
 
 
 def _describe_mismatch(failure: Failure) -> str:
     """Describe what PyTorch was given, and what would fit."""
     setting, cure = _find_cure(failure)
-    given = _list_shapes(failure.given) or "what it was given"
+    shapes = _list_shapes(failure.given) or "what it was given"
     batch = _list_shapes(failure.names.entries) or "no tensors"
-    told = f"{setting}: PyTorch refused {given} in {failure.place}"
-    return "; ".join(filter(None, (told, cure, f"the batch: {batch}")))
+    sentence = f"{setting}: PyTorch refused {shapes} in {failure.place}"
+    return "; ".join(filter(None, (sentence, cure, f"the batch: {batch}")))
 
 
 def _find_cure(failure: Failure) -> tuple[str, str]:

@@ -69,9 +69,9 @@ def guard(
     code = method.__code__
     is_plain = code.co_argcount == 1 and not code.co_kwonlyargcount and not code.co_flags & 12
     has_result = method.__annotations__.get("return") not in (None, "None")
-    found: Any = call if otherwise or has_result or not is_plain else call_plainly
-    found.is_guarded = True
-    return cast(Callable[..., Any], found)
+    guarded: Any = call if otherwise or has_result or not is_plain else call_plainly
+    guarded.is_guarded = True
+    return cast(Callable[..., Any], guarded)
 
 
 def take_own_error(guarded: Guarded, error: Exception) -> None:

@@ -54,13 +54,13 @@ def describe_limit() -> str:
 def count_kills() -> int | None:
     """Return how often the kernel has killed a process for memory, here or where this process
     is limited; None where it does not tell. It only grows."""
-    found = 0
+    kills = 0
     for group in _find_groups():
         if _read_limit(group) is not None:
-            found += _read_counts(group / "memory.events").get("oom_kill", 0)
-            found += _read_counts(group / "memory.oom_control").get("oom_kill", 0)
+            kills += _read_counts(group / "memory.events").get("oom_kill", 0)
+            kills += _read_counts(group / "memory.oom_control").get("oom_kill", 0)
     everywhere = _read_counts(Path("/proc/vmstat")).get("oom_kill")
-    return found + everywhere if everywhere is not None else found or None
+    return kills + everywhere if everywhere is not None else kills or None
 
 
 def describe_kills_since(before: int | None) -> str:
@@ -76,7 +76,7 @@ def describe_kills_since(before: int | None) -> str:
 
 def _read_limits() -> list[tuple[int, int]]:
     """Return limit and bytes in use of each group that has a limit."""
-    found = []
+    limits = []
     for group in _find_groups():
         limit = _read_limit(group)
         used = _read_number(group / "memory.current")
@@ -85,8 +85,8 @@ def _read_limits() -> list[tuple[int, int]]:
             used, cached = _read_number(group / "memory.usage_in_bytes"), OLD_CACHED
         if limit is not None and used is not None:
             counts = _read_counts(group / "memory.stat")
-            found.append((limit, used - sum(counts.get(name, 0) for name in cached)))
-    return found
+            limits.append((limit, used - sum(counts.get(name, 0) for name in cached)))
+    return limits
 
 
 def _find_groups() -> list[Path]:
@@ -94,7 +94,7 @@ def _find_groups() -> list[Path]:
     lines: list[str] = []
     with suppress(OSError):
         lines = OWN.read_text().splitlines()
-    found: list[Path] = []
+    groups: list[Path] = []
     for line in lines:
         _, names, path = line.split(":", 2)
         if names and "memory" not in names.split(","):
@@ -103,9 +103,9 @@ def _find_groups() -> list[Path]:
             group = mount / path.strip("/")
             # A container's own may be mounted in the place of the whole tree.
             while group != mount.parent:
-                found.append(group)
+                groups.append(group)
                 group = group.parent
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(groups))
 
 
 def _read_limit(group: Path) -> int | None:
@@ -122,13 +122,13 @@ def _read_number(file: Path) -> int | None:
 
 def _read_counts(file: Path) -> dict[str, int]:
     """Return the numbers of a file of lines `name number`."""
-    found = {}
+    counts = {}
     with suppress(OSError):
         for line in file.read_text().splitlines():
             name, _, number = line.partition(" ")
             if number.isdecimal():
-                found[name] = int(number)
-    return found
+                counts[name] = int(number)
+    return counts
 
 
 class HostMemory:

@@ -45,11 +45,11 @@ class FitNames:
 
     def fit(self, name: Any) -> str:
         """Return the name as the record has it."""
-        known = self._fit.get(name)
-        if known is None:
-            known = self._fit[name] = self._choose(name)
-            self._taken.add(known)
-        return known
+        fitting = self._fit.get(name)
+        if fitting is None:
+            fitting = self._fit[name] = self._choose(name)
+            self._taken.add(fitting)
+        return fitting
 
     def tell_once(self, text: str) -> None:
         """Tell this of a name, while a person may still read it."""

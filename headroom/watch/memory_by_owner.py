@@ -78,13 +78,13 @@ class MemoryByOwner:
         that nobody watched is the rest."""
         if not self._owners:
             return {}
-        found = {owner: self._owners.get(owner, 0) / MIB for owner in OWNERS}
-        found[REST] += max(0.0, (peak_mib or 0.0) - sum(found.values()))
+        metrics = {owner: self._owners.get(owner, 0) / MIB for owner in OWNERS}
+        metrics[REST] += max(0.0, (peak_mib or 0.0) - sum(metrics.values()))
         seldom = {BEST_WEIGHTS, LIBRARIES, "graph"}
         is_told = seldom & self._owners.keys()
         return {
             f"memory/{owner}_mib": mib
-            for owner, mib in found.items()
+            for owner, mib in metrics.items()
             if owner not in seldom or owner in is_told
         }
 

@@ -90,20 +90,20 @@ class MemoryMeter:
         that nothing asked for, or the rest of a segment.
         """
         self.end_window()
-        found: dict[str, float] = {
+        metrics: dict[str, float] = {
             f"memory/run_{name}_mib": value / MIB for name, value in self._run.items()
         }
         for name in (phase.name for phase in PHASES if phase.has_peak):
             if name in self._phases:
-                found[f"memory/peak_{name}_mib"] = self._phases[name] / MIB
+                metrics[f"memory/peak_{name}_mib"] = self._phases[name] / MIB
         if self._headroom is not None:
-            found["memory/headroom_mib"] = self._headroom / MIB
+            metrics["memory/headroom_mib"] = self._headroom / MIB
         if self._fragmentation_pct is not None:
-            found["memory/fragmentation_pct"] = self._fragmentation_pct
+            metrics["memory/fragmentation_pct"] = self._fragmentation_pct
         retries = self._allocator.read().get("retries")
         if retries is not None:
-            found["memory/alloc_retries"] = float(retries - self._retries_before)
-        return {**found, "memory/host_rss_peak_mib": self._host.read_peak_bytes() / MIB}
+            metrics["memory/alloc_retries"] = float(retries - self._retries_before)
+        return {**metrics, "memory/host_rss_peak_mib": self._host.read_peak_bytes() / MIB}
 
     def read_allocator(self) -> dict[str, int]:
         """Return the allocator's statistics of now; see Allocator for the keys."""
@@ -113,9 +113,9 @@ class MemoryMeter:
         """Return the allocator's raw statistics; empty where it has none. Of peaks those that
         are known of the whole run; the allocator's own are of the last phase. Ends the phase."""
         self._fold()
-        found = {k: v for k, v in self._allocator.read_stats().items() if not k.endswith(".peak")}
+        stats = {k: v for k, v in self._allocator.read_stats().items() if not k.endswith(".peak")}
         kept = {f"{name.removeprefix('peak_')}_bytes.all.peak": v for name, v in self._run.items()}
-        return {**found, **kept} if found else found
+        return {**stats, **kept} if stats else stats
 
     def _fold(self) -> dict[str, int]:
         reading = self._allocator.read()

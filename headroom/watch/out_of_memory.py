@@ -40,17 +40,17 @@ def _is_oom_itself(error: BaseException) -> bool:
 
 def list_error_chain(error: BaseException) -> list[BaseException]:
     """Return the error, its causes and contexts, and the members of groups; each once."""
-    found: dict[int, BaseException] = {}
+    errors: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
-        if one is None or id(one) in found:
+        if one is None or id(one) in errors:
             continue
-        found[id(one)] = one
+        errors[id(one)] = one
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
-    return list(found.values())
+    return list(errors.values())
 
 
 def clear_frames(error: BaseException) -> None:

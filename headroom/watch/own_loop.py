@@ -176,13 +176,13 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._tell(_describe_unwatched(thing))
             elif isinstance(thing, Optimizer):
                 thing = _unwrap(thing)
-                if all(thing is not known for known in self.optimizers):
+                if all(thing is not watched for watched in self.optimizers):
                     self.optimizers.append(thing)
                     before, after = self._hook(self._begin_update), self._hook(self._end_update)
                     self._hooks.append(thing.register_step_pre_hook(before))
                     self._hooks.append(thing.register_step_post_hook(after))
             else:
-                if all(thing is not known for known in self.models):
+                if all(thing is not watched for watched in self.models):
                     self.models.append(thing)
                     if not isinstance(thing, _HOOKED_OTHERWISE):
                         before = self._hook(self._begin_forward)
@@ -332,8 +332,8 @@ class OwnLoop(Guarded, raising=ASKED):
     def begin_phase(self, name: str) -> None:
         """The loop does this from here on: a phase of its step, or a part of the run beside it."""
         if name not in PHASES and name not in BESIDE:
-            known = ", ".join((*PHASES, *BESIDE))
-            self._tell(f"phase: is one of {known} (got {name!r}); it counts as {OTHER}")
+            choices = ", ".join((*PHASES, *BESIDE))
+            self._tell(f"phase: is one of {choices} (got {name!r}); it counts as {OTHER}")
             name = OTHER
         if self._is_waiting and name in BESIDE:  # the batch that was asked for does not come next
             self._forget_step()
@@ -468,15 +468,15 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def summarize(self) -> dict[str, float]:
         """Return what was measured, under the names of the run record."""
-        found = self.accounts.measure_memory()
-        found.pop("memory/data_mib", None)  # nobody tells what of a loop's tensors are data
+        metrics = self.accounts.measure_memory()
+        metrics.pop("memory/data_mib", None)  # nobody tells what of a loop's tensors are data
         if not self.done:
-            return found
-        found |= self.accounts.summarize(steps=self.done, rows=self.rows, counted=self._counted)
+            return metrics
+        metrics |= self.accounts.summarize(steps=self.done, rows=self.rows, counted=self._counted)
         for part in BESIDE:  # nothing is known of those that the loop has not named
             if part not in self._told:
-                found.pop(f"time/{part}_s", None)
-        return found
+                metrics.pop(f"time/{part}_s", None)
+        return metrics
 
     def measure_held(self, *, baseline_bytes: int) -> ReleaseFacts:
         """Return what models, optimizers and other objects of the loop hold at its end."""
@@ -699,7 +699,7 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def _adopt(self, optimizer: Any, *_: Any) -> None:
         """An optimizer begins a step that the loop has not named: it is, if its parameters are."""
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer is watched for watched in self.optimizers):
             return
         mine = {id(p) for model in self.models for p in model.parameters()}
         if any(id(p) in mine for p in _list_params(optimizer.param_groups)):
@@ -708,9 +708,9 @@ class OwnLoop(Guarded, raising=ASKED):
     def _end_by_pass(self) -> None:
         """End the step that has begun, unless there is an optimizer that may still do."""
         if not self._by_passes:  # once
-            for found in gc.get_objects():
-                if issubclass(type(found), Optimizer):
-                    self._adopt(found)
+            for thing in gc.get_objects():
+                if issubclass(type(thing), Optimizer):
+                    self._adopt(thing)
         if not self.optimizers:
             self._by_passes += 1
             self._end_step()

@@ -180,11 +180,11 @@ class EventClock:
     def collect(self) -> None:
         while self._pending and self._pending[0][-1][1].query():
             marks = self._pending.pop(0)
-            found: dict[str, float] = defaultdict(float)
+            times: dict[str, float] = defaultdict(float)
             for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
-                found[phase] += start.elapsed_time(end) / 1000
-            if found:
-                self._timed[REPLAY in found].append(found)
+                times[phase] += start.elapsed_time(end) / 1000
+            if times:
+                self._timed[REPLAY in times].append(times)
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
         timed = self._timed[replayed]

@@ -70,7 +70,7 @@ def read_rules(environment: Mapping[str, str] = os.environ) -> AllocatorRules:
     """Return the allocator's settings of this process. What PyTorch itself would refuse is not
     followed."""
     text = next((environment[name] for name in ALLOC_CONF_NAMES if environment.get(name)), "")
-    found: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
     unfollowed = []
     sizes = {
         "max_split_size_mb": "max_split_bytes",
@@ -80,14 +80,14 @@ def read_rules(environment: Mapping[str, str] = os.environ) -> AllocatorRules:
     for name, value in re.findall(r"([^,:\[\]\s]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)", text):
         pairs = re.findall(r"(\d+|>)\s*:\s*(\d+)", value)
         if name in sizes and value.strip().isdigit():
-            found[sizes[name]] = int(value) * MIB
+            rules[sizes[name]] = int(value) * MIB
         elif name == "roundup_power2_divisions" and value.strip().isdigit():
-            found["divisions"] = {">": int(value)}
+            rules["divisions"] = {">": int(value)}
         elif name == "roundup_power2_divisions" and pairs:
-            found["divisions"] = {"<": int(pairs[0][1]), **{k: int(v) for k, v in pairs}}
+            rules["divisions"] = {"<": int(pairs[0][1]), **{k: int(v) for k, v in pairs}}
         elif (name, value.strip()) != ("backend", "native") and not TAKE_NO_MORE.fullmatch(name):
             unfollowed.append(name)
-    return AllocatorRules(**found, unfollowed=tuple(unfollowed))
+    return AllocatorRules(**rules, unfollowed=tuple(unfollowed))
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,10 @@ def record_history(
     file is written where an out-of-memory error leaves the block, unless write() was called before;
     it contains more if start() was called. source: the history; that of the device if None.
     """
-    found = source or make_history(device)
-    recorder = Recorder(found, folder / SNAPSHOT_FILE)
+    history = source or make_history(device)
+    recorder = Recorder(history, folder / SNAPSHOT_FILE)
     if on:
-        if not found.can_record:
+        if not history.can_record:
             log.info(
                 "memory.snapshot: %s keeps no history of its memory: no %s", device, SNAPSHOT_FILE
             )

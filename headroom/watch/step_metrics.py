@@ -215,8 +215,8 @@ class StepMetrics:
     def _pack(self) -> _PackedReading | None:
         if not (self._losses or self._points or self._given):
             return None
-        given = [tensor for one in self._given for tensor in one.list_tensors()]
-        scalars = [scalar.float() for scalar in (*self._losses, *self._norms, *given)]
+        tensors = [tensor for one in self._given for tensor in one.list_tensors()]
+        scalars = [scalar.float() for scalar in (*self._losses, *self._norms, *tensors)]
         stacked = torch.stack(scalars) if scalars else torch.empty(0)
         values = copy_to_host(stacked)
         ready = self._mark()
@@ -290,11 +290,11 @@ class StepMetrics:
         if not steps:
             return {}
         self._speed_from = (0.0, 0, 0)
-        found = {"speed/steps_per_s": steps / max(wall_s, 1e-9)}
+        metrics = {"speed/steps_per_s": steps / max(wall_s, 1e-9)}
         if not rows:  # nobody has counted them
-            return found
+            return metrics
         per_s = rows / max(wall_s, 1e-9)
-        return {"speed/samples_per_s": per_s, **found, **self._speeds(per_s)}
+        return {"speed/samples_per_s": per_s, **metrics, **self._speeds(per_s)}
 
     def _refuse_unfinite(self, losses: list[float], packed: _PackedReading) -> None:
         for step, loss in enumerate(losses, start=packed.first_step):
@@ -309,12 +309,14 @@ class StepMetrics:
         if self._ranks.is_alone:
             return diverged
         is_mine = not torch.cat([*own])[at].isfinite().item()
-        told = self._ranks.all_gather((is_mine, diverged))
-        bad = [rank for rank, (is_bad, _) in enumerate(told) if is_bad]
+        by_rank = self._ranks.all_gather((is_mine, diverged))
+        bad = [rank for rank, (is_bad, _) in enumerate(by_rank) if is_bad]
         if not bad:
             return diverged
         named = "rank" if len(bad) == 1 else "ranks"
-        return f"{told[bad[0]][1]} (seen by {named} {', '.join(map(str, bad))} of {len(told)})"
+        return (
+            f"{by_rank[bad[0]][1]} (seen by {named} {', '.join(map(str, bad))} of {len(by_rank)})"
+        )
 
     def _describe_divergence(self, step: int, loss: float, epoch: int, blame: Blame) -> str:
         good = "no step was good"

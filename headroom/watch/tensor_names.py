@@ -68,14 +68,14 @@ class TensorNames:
     def name_tensor(self, name: str, tensor: Tensor) -> NamedTensor:
         """Return the words for a tensor found under `name`; a view of an entry counts as that
         entry."""
-        known = self._known.get(id(tensor)) or self._known.get(_get_storage_id(tensor))
-        kind, path = known or self._made.get(tensor) or ("", "")
+        known_name = self._known.get(id(tensor)) or self._known.get(_get_storage_id(tensor))
+        kind, path = known_name or self._made.get(tensor) or ("", "")
         try:
             shape = tuple(int(size) for size in tensor.shape)
         except RuntimeError:  # lazy parameters and nested tensors have none yet, or none at all
             shape = ()
         dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return NamedTensor(name, kind, path, known is None, dtype, shape, device)
+        return NamedTensor(name, kind, path, known_name is None, dtype, shape, device)
 
     def record_tensor(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
         """Record that a tensor was made from the first named tensor among `given` on its device."""

@@ -88,14 +88,14 @@ def make_rates(
     """
 
     def at(samples_per_s: float) -> dict[str, float]:
-        found = {}
+        rates = {}
         if data.task == "tokens":
             # Of a loader those that are learnt: what goes in may be no tokens.
             shape = data.input_shape if data.batch is None else data.batch["of"][1]["shape"]
-            found["speed/tokens_per_s"] = samples_per_s * shape[0]
+            rates["speed/tokens_per_s"] = samples_per_s * shape[0]
         if peak is not None:
-            found["speed/mfu"] = 6 * work * samples_per_s / peak.flops_per_s
-        return found
+            rates["speed/mfu"] = 6 * work * samples_per_s / peak.flops_per_s
+        return rates
 
     return at
 
