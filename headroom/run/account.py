@@ -286,8 +286,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             if not is_alone:
                 self.warn(
                     f"device: another account of this process measures {device_facts.name}; the "
-                    "peaks "
-                    "of this one are not known"
+                    "peaks of this one are not known"
                 )
             _measuring[device_facts.name] = _measuring.get(device_facts.name, 0) + 1
             self._held.callback(_stop_measuring, device_facts.name)

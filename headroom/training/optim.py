@@ -766,8 +766,7 @@ def _make_own_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
         if not 0 <= rate < math.inf:
             raise ConfigError(
                 f"optim.schedule: {o.schedule} at step {step} of {steps} {problem}; give the share "
-                "of "
-                "optim.lr, a number from 0 on"
+                "of optim.lr, a number from 0 on"
             )
         return rate
 

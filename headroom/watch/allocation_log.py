@@ -337,9 +337,8 @@ class AllocationLog(TorchDispatchMode):
         free = max(0, self._limit - self._allocated)
         return torch.OutOfMemoryError(
             f"{self._device.type.upper()} out of memory. Tried to allocate "
-            f"{format_mebibytes(requested_bytes / MIB)}; {format_mebibytes(free / MIB)} of the limit "
-            "of "
-            f"{format_mebibytes(self._limit / MIB)} are free"
+            f"{format_mebibytes(requested_bytes / MIB)}; {format_mebibytes(free / MIB)} of the "
+            f"limit of {format_mebibytes(self._limit / MIB)} are free"
         )
 
     def note_failure(self) -> None:
