@@ -336,6 +336,19 @@ def test_there_is_one_list_of_the_names_of_metrics() -> None:
     assert not lists, "give these a Place in headroom/base/names.py"
 
 
+def test_the_core_of_the_training_is_small_and_hangs_together() -> None:
+    """Each file that a person must read to change the loop is used by another of them, or by the
+    command."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## The core\n")[2]
+    names = re.findall(r"^\| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(names) == 11
+    modules = {name.removesuffix(".py").replace("/", ".") for name in names}
+    used = {need for module in modules for need in _needs(module)}
+    assert modules - used == {"flows.train"}
+    lines = sum(len(MODULES[module].read_text().splitlines()) for module in modules)
+    assert lines <= 3000, "what it takes to change the loop has grown"
+
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
