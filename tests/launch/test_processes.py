@@ -138,7 +138,7 @@ def test_a_lost_process_begins_again_with_the_others_and_every_value_is_logged_o
     own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own("agents_own", MODEL)
-    with caplog.at_level(logging.INFO, "tasks"):
+    with caplog.at_level(logging.INFO, "headroom"):
         facts, logged = _train(tmp_path, "lost")
     assert facts.steps == 69 and facts.tags["ranks.restarts"] == "1"
     assert facts.tags["ranks.lost"] == "rank 1 was ended by SIGKILL"
@@ -155,7 +155,7 @@ def test_where_memory_runs_out_in_one_all_begin_again_with_smaller_micro_batches
 ) -> None:
     """In mid-training: under ddp what is found out before the first step is not begun again."""
     own("agents_own", MODEL)
-    with caplog.at_level(logging.INFO, "tasks"):
+    with caplog.at_level(logging.INFO, "headroom"):
         facts, logged = _train(tmp_path, "greedy", parallel=parallel)
     assert facts.steps == 69 and facts.tags["micro_batch"] == "8", facts.tags
     assert "ranks.restarts" not in facts.tags  # none was lost
@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_is_named_and_all_begin_again_to_the_same_bits(
     own("agents_own", MODEL)
     _train(tmp_path / "whole")
     folder = tmp_path / "lost"
-    with caplog.at_level(logging.INFO, "tasks"):
+    with caplog.at_level(logging.INFO, "headroom"):
         asked = _on_checkpoint(folder, lambda: _find_rank(number).kill())
         facts, logged = _train(folder, "slow", asked=asked)
     told = f"rank {number} was ended by SIGKILL"
@@ -255,7 +255,7 @@ def test_who_does_not_come_is_named_given_up_and_begun_again(
         if fault == "is stopped"
         else lambda: None
     )
-    with caplog.at_level(logging.INFO, "tasks"):
+    with caplog.at_level(logging.INFO, "headroom"):
         facts, _ = _train(tmp_path, fault, timeout_s=20, asked=asked)
     named = r"rank 1 \(.*, process \d+\) did not come \(Timed out waiting 20000ms .*\)"
     place = r"; rank 1 was at agents_own.py:\d+, forward" if fault == "hangs" else ""
