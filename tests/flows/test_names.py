@@ -136,7 +136,7 @@ def test_every_row_that_needs_nothing_is_logged(logged: Logged) -> None:
     rows = [row for row in (*names.METRICS, *names.TAGS) if not names.is_family(row.name)]
     missing = [row for row in rows if row.name not in seen]
     assert not [row.name for row in missing if not row.needs]
-    files = [f for f in (ROOT / "tasks").rglob("*.py") if f.name != "names.py"]
+    files = [f for f in (ROOT / "headroom").rglob("*.py") if f.name != "names.py"]
     text = "\n".join(file.read_text() for file in files)
     constants = {value: key for key, value in vars(names).items() if isinstance(value, str)}
     stems = {row.name: _find_stem(row.name) for row in missing}
