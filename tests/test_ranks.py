@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from headroom.ranks import ranks
 from headroom.run.failures import classify_failure
-from tests.ranks import on_ranks
+from tests.rank_processes import on_ranks
 
 
 def _sum_of_ranks(start: int) -> tuple[float, list[str]]:

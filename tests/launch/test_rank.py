@@ -21,7 +21,7 @@ from headroom.training.admission import PastRuns
 from headroom.training.kept_steps import list_steps
 from headroom.training.loop import StopRequest, TrainingLeft, leave_training
 from headroom.watch.step_metrics import Diverged
-from tests.ranks import on_ranks
+from tests.rank_processes import on_ranks
 
 Sections = dict[str, Any]
 Told = tuple[TrainFacts | None, dict[int, float], str]

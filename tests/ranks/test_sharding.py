@@ -42,7 +42,7 @@ from headroom.training.training_state import HostCopies, StateMismatch, Weights
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.memory_by_owner import MemoryByOwner
 from headroom.watch.phases import Watched
-from tests.ranks import on_ranks
+from tests.rank_processes import on_ranks
 
 CPU = torch.device("cpu")
 KEPT = ["mlp by sgd", "cnn", "transformer", "linear", "tied by Adam"]

@@ -26,7 +26,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "order").write_bytes(pickle.dumps((size, function, args, joined)))
         process = subprocess.Popen(
-            [PYTHON, "-m", "tests.ranks", folder],
+            [PYTHON, "-m", "tests.rank_processes", folder],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
