@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,10 +52,11 @@ made = nn.Linear(4, 2)
 
 
 @pytest.fixture(autouse=True)
-def models(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def models(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (place / "mine.py").write_text(MODELS)
     monkeypatch.syspath_prepend(str(place))
-    monkeypatch.delitem(__import__("sys").modules, "mine", raising=False)
+    yield
+    sys.modules.pop("mine", None)  # other tests have a module of that name
 
 
 def test_the_forecast_is_what_the_tensors_take(capsys: pytest.CaptureFixture[str]) -> None:
