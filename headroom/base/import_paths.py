@@ -199,22 +199,15 @@ def is_requested_exit(error: BaseException) -> bool:
     """Return whether this is an exit that a signal or Prefect requested; a user's own
     `sys.exit()` is not.
 
-    A handler of this project raises in its own file. Python's own, which knows Ctrl-C alone,
-    can't be told from a user's KeyboardInterrupt.
+    A handler of this project raises a class of its own. Python's, which knows Ctrl-C alone, can't
+    be told from a user's KeyboardInterrupt.
     """
     if isinstance(error, Exception):
         return False
-    if type(error).__module__.partition(".")[0] == "prefect":
+    if type(error).__module__.partition(".")[0] in ("prefect", "headroom"):
         return True
-    if isinstance(error, KeyboardInterrupt):
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            return True
-    elif not isinstance(error, SystemExit):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parent.parent.parent) + os.sep
-    inner = frames[-1].filename if frames else ""
-    return inner.startswith(tuple(here + name + os.sep for name in OWN))
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    return is_interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _escape_surrogates(said: str) -> str:

@@ -462,9 +462,12 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
                 WORKER_DEATHS[0] if WORKER_DEATHS else get_error_message(error),
             )
             WORKER_DEATHS.clear()
-            if isinstance(error, ConnectionError) and (workers := getattr(batches, "_workers", ())):
+            workers = getattr(batches, "_workers", ())
+            if isinstance(error, ConnectionError) and workers:
                 _wait_for_worker_end(workers)
                 died = "DataLoader worker ended while it sent a batch"
+            elif died.endswith("exited unexpectedly") and _hit_bus_error(workers):
+                died = "DataLoader worker is killed by signal: Bus error"  # told by nobody
         else:
             yield batch
             continue
@@ -530,6 +533,13 @@ def _wait_for_worker_end(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         if worker.sentinel in ended:
             worker.join()
+
+
+def _hit_bus_error(workers: Sequence[BaseProcess]) -> bool:
+    """Return whether a worker wrote past the end of its shared memory. PyTorch's handler of SIGCHLD
+    tells it, which another event loop may have replaced, or whoever waited for the worker first."""
+    number = getattr(signal, "SIGBUS", None)  # not on Windows
+    return number is not None and any(worker.exitcode == -number for worker in workers)
 
 
 def _count_batches(loader: Any) -> int:

@@ -223,10 +223,22 @@ class ShortOfSharedMemory(Dataset):
 
 
 @forks
-@pytest.mark.parametrize("kills", [False, True])
-def test_workers_without_shared_memory_are_told_its_cure(kills: bool) -> None:
-    """In a container, whose /dev/shm has 64 MiB, the words were PyTorch's, without a remedy."""
+@pytest.mark.parametrize(("kills", "is_deaf"), [(False, False), (True, False), (True, True)])
+def test_workers_without_shared_memory_are_told_its_cure(
+    kills: bool, is_deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, whose /dev/shm has 64 MiB, the words were PyTorch's, without a remedy; also
+    where an event loop has taken the signal of a worker's end."""
+    before = signal.getsignal(signal.SIGCHLD)
+    if is_deaf:
+        monkeypatch.setattr(
+            "torch.utils.data._utils.signal_handling._set_SIGCHLD_handler", lambda: None
+        )
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     fed = LoaderBatches(DataLoader(ShortOfSharedMemory(kills), batch_size=4, num_workers=1), CPU)
     words = "^data.source: the worker .* in /dev/shm, which .*--shm-size.* or num_workers=0$"
-    with pytest.raises(DataError, match=words):
-        list(fed.iterate_in_order(4))
+    try:
+        with pytest.raises(DataError, match=words):
+            list(fed.iterate_in_order(4))
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -5,6 +5,7 @@ import importlib
 import math
 import multiprocessing.util
 import re
+import signal
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from headroom.data.preparation import prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.device.detection import detect_best_device
 from headroom.models import predictor
+from headroom.run.program_end import ProgramEnd
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError, make_config, override_config
 from headroom.settings.run_config import TORCH_OPTIMIZERS, OptimConfig, RunConfig
@@ -263,10 +265,20 @@ def none(kind): late(kind)
     ],
 )
 def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
-    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+    own: Own,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    kind: str,
+    words: str,
 ) -> None:
-    """`sys.exit(0)` in a loss ended the run with nothing trained and exit code 0."""
-    monkeypatch.setattr("signal.getsignal", lambda number: None)  # a handler of this project's
+    """`sys.exit(0)` in a loss ended the run with nothing trained and exit code 0; so it did where
+    an account in the same program follows its end."""
+    before = signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # as a handler of this project's is there
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    end = ProgramEnd()
+    request.addfinalizer(end.close)
     place = r"mine.py:\d+: " if kind != "text" else ""
     with pytest.raises((RuntimeError, ValueError), match=place + words):
         _trained(
