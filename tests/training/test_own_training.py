@@ -275,7 +275,7 @@ def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
     an account in the same program follows its end."""
     before = signal.signal(
         signal.SIGINT, lambda *_: None
-    )  # as a handler of this project's is there
+    )  # as ours
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     end = ProgramEnd()
     request.addfinalizer(end.close)
