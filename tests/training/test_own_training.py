@@ -273,9 +273,7 @@ def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
 ) -> None:
     """`sys.exit(0)` in a loss ended the run with nothing trained and exit code 0; so it did where
     an account in the same program follows its end."""
-    before = signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # as ours
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as ours
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     end = ProgramEnd()
     request.addfinalizer(end.close)
