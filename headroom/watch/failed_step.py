@@ -251,8 +251,9 @@ _CURES = {  # what PyTorch's words leave open
     r"to numpy": "compute with PyTorch: numpy leaves the device and the gradients",
     r"Target -?\d+ is out of bounds": "labels go from 0 to the model's outputs - 1: number them "
     "from 0, or give its last layer more outputs",
-    r"target dtype to be Long|scalar type Long but": "class labels are int64: give them so, or set "
-    "data.task and train.loss to what these targets are (regression, multilabel)",
+    r"target dtype to be Long|scalar type Long but|nll_loss.* not implemented": "class "
+    "labels are int64: give them so, or set data.task and train.loss to what these targets are "
+    "(regression, multilabel)",
     r"multi-target not": "class labels are one number a row: targets.squeeze(1)",
     r"'indices'.* Long": "it looks up whole numbers: give int64, or convert with x.long()",
     r"index out of range": "it takes 0 to its rows - 1: number from 0, or give it more rows",
@@ -269,7 +270,7 @@ _CURES = {  # what PyTorch's words leave open
     "over, or leave the norm out",
     r"size of tensor a": "sizes must be equal, or 1 to be spread",
 }
-_TARGETS = re.compile(r"out of bounds|dtype to be|scalar type|desired output")
+_TARGETS = re.compile(r"out of bounds|dtype to be|scalar type|desired output|nll_loss.* not impl")
 
 
 def explain_failure(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from mlflow import MlflowClient
@@ -27,6 +28,7 @@ from headroom.watch import leaks
 from headroom.watch.memory_by_owner import BEST_WEIGHTS, OWNERS
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
+from tests.gpu.conftest import beside_libraries
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -108,7 +110,8 @@ def _trained(**sections: Any) -> Run:
 
 def _assert_memory_adds_up(metrics: dict[str, float]) -> None:
     peak = metrics["memory/run_peak_allocated_mib"]
-    assert peak == max(metrics[f"memory/peak_{phase}_mib"] for phase in (*STEP, "eval"))
+    highest = max(metrics[f"memory/peak_{phase}_mib"] for phase in (*STEP, "eval"))
+    assert highest <= peak == pytest.approx(highest, abs=0.1)  # a little may come between them
     assert peak <= metrics["memory/run_peak_reserved_mib"]
     assert metrics["memory/predicted_peak_mib"] == pytest.approx(peak, rel=0.25)
     owned = sum(metrics.get(f"memory/{owner}_mib", 0) for owner in OWNERS)  # of a graph, if any
@@ -147,10 +150,11 @@ def test_bf16_as_a_graph() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_fp16_of_rows_that_take_more_than_they_may() -> None:
-    limit_mib = 64.0
+    limit_mib = beside_libraries(64.0)
     run = _trained(
-        data={"source": "synthetic", "rows": 8000, "features": 1024},
+        data={"source": "synthetic", "rows": 20_000, "features": 1024},
         train={"precision": "fp16", "epochs": 1, "batch_size": 256},
+        optim={"lr": 1e-4},
         memory={"limit_mib": limit_mib},
     )
     assert run.data.tags["precision"] == "fp16" and run.data.tags["data.residency"] == "pinned"
@@ -221,7 +225,8 @@ def test_an_index_out_of_range_breaks_the_device_and_not_the_record(
     (place / "theirs.py").write_text(THEIRS)
     process = desk(
         *("--device.name", "cuda", "--model.name", "theirs:Net", "--model.args", "{way: index}"),
-        *("--data.source", "synthetic", "--data.rows", "100000", "--memory.limit_mib", "48"),
+        *("--data.source", "synthetic", "--data.rows", "300000"),
+        *("--memory.limit_mib", str(beside_libraries(48.0))),
         home=Path(os.environ["PREFECT_HOME"]),
     )
     _, err = process.communicate(timeout=120)
@@ -246,8 +251,16 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
 ) -> None:
     own("theirs", THEIRS)
     device, data = detect_best_device("cuda"), prepare_dataset(RunConfig().data)
+    first = leaks.take_baseline(GPU)
+    plain = {"device": {"name": "cuda"}, "train": {"epochs": 1, "batch_size": 128}}
+    trainer.train(  # what libraries load once, the driver keeps
+        make_plan(RunConfig.model_validate(plain), device, data),
+        folder=tmp_path,
+        log=lambda metrics, step: None,
+    )
+    assert leaks.release_device_memory(GPU, baseline_bytes=first.bytes).ok
     before = leaks.take_baseline(GPU)
-    reserved, (free, _) = torch.cuda.memory_reserved(GPU), torch.cuda.mem_get_info(GPU)
+    reserved, used = torch.cuda.memory_reserved(GPU), _ask_driver()
     failed: dict[str, int] = {}
     for number in range(100):
         way = WAYS[number // 2 % len(WAYS)] if number % 2 else ""
@@ -278,4 +291,17 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
     after = leaks.release_device_memory(GPU, baseline_bytes=before.bytes)
     assert after.ok and after.after_bytes == before.bytes, after
     assert torch.cuda.memory_reserved(GPU) == reserved
-    assert torch.cuda.mem_get_info(GPU)[0] == free
+    assert _ask_driver() == used
+
+
+def _ask_driver() -> int:
+    """Return the bytes that the driver says this process holds; of a stand-in, which has no
+    processes, what is not free."""
+    free, total = torch.cuda.mem_get_info(GPU)
+    if "FAKE_CUDA" in os.environ:
+        return total - free
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(GPU).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    (used,) = [one.usedGpuMemory for one in processes if one.pid == os.getpid()]
+    return used
