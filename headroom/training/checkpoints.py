@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MIB = 1024**2
-# At a best epoch one is written where the last one cost at most this share of the time since.
-COST_SHARE = 0.01
+# At a best epoch one is written where the last one cost at most this share of the time since; the
+# first is taken to cost what it is to copy and write so many bytes a second.
+COST_SHARE, BYTES_PER_S = 0.01, 2**30
 log = logging.getLogger(__name__)
 
 
@@ -82,14 +83,16 @@ class Checkpoints:
         copies: HostCopies,
         *,
         about: Mapping[str, Any],
+        size_bytes: int = 0,
         resumes: bool = False,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
         mesh: DeviceMesh | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """about: what the next one to go on has to match. resumes: whether to go on from what is
-        there. ranks: the lead writes and reads, and tells the others. mesh: that the model is
-        shared out over; then each writes and reads its share, when the lead says so."""
+        """about: what the next one to go on has to match. size_bytes: of one, about. resumes:
+        whether to go on from what is there. ranks: the lead writes and reads, and tells the others.
+        mesh: that the model is shared out over; then each writes and reads its share, when the lead
+        says so."""
         off = CheckpointConfig(every_s=None)
         keeps = ranks.is_lead or mesh is not None
         self.folder, self._chosen, self._copies = folder, chosen if keeps else off, copies
@@ -99,7 +102,7 @@ class Checkpoints:
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
         self._writer: threading.Thread | None = None
         self._saved_at, self._saved_step = now_s(), -1
-        self._cost_s = 0.0  # of the last one, on both threads
+        self._cost_s = size_bytes / BYTES_PER_S  # of the last one, on both threads
         self._best_step: int | None = None
         self._failed = ""
         self._resumed: dict[str, str] = {}

@@ -135,15 +135,17 @@ def open_checkpoints(
     """Return those of a training, in the folder of its run. Raises ConfigError where the first one
     would find no room. Close them."""
     settings = plan.settings
+    # The weights, the state of an optimizer as large as Adam's, and the best weights.
+    weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    size_bytes = weights_bytes * (4 if settings.train.keep == "best" else 3)
     if settings.checkpoint.is_on and ranks.is_lead:
-        # The weights, the state of an optimizer as large as Adam's, and the best weights.
-        weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        refuse_no_room(folder, weights_bytes * (4 if settings.train.keep == "best" else 3))
+        refuse_no_room(folder, size_bytes)
     return Checkpoints(
         folder / CHECKPOINTS,
         settings.checkpoint,
         HostCopies(plan.torch_device),
         about={**describe_training(plan), **describe_code(settings)},
+        size_bytes=size_bytes,
         resumes=resumes,
         ranks=ranks,
         mesh=find_mesh(model),

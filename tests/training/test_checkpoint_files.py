@@ -171,11 +171,16 @@ class _Training:
         assert state
 
 
-def _checkpoints(folder: Path, clock: list[float], **chosen: Any) -> Checkpoints:
-    about = {"settings": {}, "data": "", "device": "cpu", "torch": ""}
-    copies = HostCopies(torch.device("cpu"))
+def _checkpoints(
+    folder: Path, clock: list[float], *, size_bytes: int = 0, **chosen: Any
+) -> Checkpoints:
     return Checkpoints(
-        folder, CheckpointConfig(**chosen), copies, about=about, now_s=lambda: clock[0]
+        folder,
+        CheckpointConfig(**chosen),
+        HostCopies(torch.device("cpu")),
+        about={"settings": {}, "data": "", "device": "cpu", "torch": ""},
+        size_bytes=size_bytes,
+        now_s=lambda: clock[0],
     )
 
 
@@ -190,6 +195,20 @@ def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
             made.end_step(_Training(step))
         made.close()
     assert list_steps(tmp_path) == [6, 5, 3]
+
+
+@pytest.mark.parametrize(("size_bytes", "steps"), [(2**20, [1]), (2 * 2**30, [200])])
+def test_the_first_best_epoch_is_kept_where_a_checkpoint_of_its_size_costs_little(
+    tmp_path: Path, size_bytes: int, steps: list[int]
+) -> None:
+    """On an H100 one of 1.5 GB after each epoch of 3 s took a quarter of the training's time."""
+    clock = [0.0]
+    made = _checkpoints(tmp_path, clock, size_bytes=size_bytes, every_s=1000)
+    for step, now_s in [(1, 2.0), (200, 300.0)]:
+        clock[0] = now_s
+        made.end_epoch(_Training(step), is_best=not list_steps(tmp_path))
+        made.close()
+    assert list_steps(tmp_path) == steps
 
 
 def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> None:
