@@ -194,8 +194,14 @@ def _make_row_cells(run: KnownRun) -> dict[str, str]:
         "time": time,
         "loss": "" if run.loss is None else format_number(run.loss),
         "samples/s": "" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}",
-        "peak": "" if run.peak_mib is None else format_mebibytes(run.peak_mib),
+        "peak": _format_peak(run),
     }
+
+
+def _format_peak(run: KnownRun) -> str:
+    if run.peak_mib is None:
+        return ""
+    return "at least " * run.is_peak_lower_bound + format_mebibytes(run.peak_mib)
 
 
 def _make_notes(run: KnownRun, columns: int) -> list[str]:

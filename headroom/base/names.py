@@ -278,6 +278,7 @@ def _make_phase_metrics(kind: PhaseKind) -> Iterator[Metric]:
         )
 
 
+LOWER_BOUND = "memory/peak_is_lower_bound"  # then the peak is said to be "at least" so much
 OWNERS = {  # of memory: the label of each in the report
     "parameters": "parameters",
     "buffers": "buffers",
@@ -601,7 +602,7 @@ METRICS = (
         needs=GPU,
     ),
     Metric(
-        "memory/peak_is_lower_bound",
+        LOWER_BOUND,
         "1 where operations may have taken more for themselves than was seen",
         needs="a profiler of the loop's own, several processes, or memory.limit_mib on a CPU",
     ),

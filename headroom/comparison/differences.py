@@ -443,9 +443,11 @@ def _describe_memory(group: Group, base: Group) -> str:
     )
     more = "more" if difference > 0 else "less"
     most = f"{format_mebibytes(abs(size))} {more} {name}"
+    is_seen = group.has_lower_bound or base.has_lower_bound
+    seen = ", of what was seen" if is_seen else ""
     return (
         f"takes {format_mebibytes(abs(difference))} {more} memory at its peak than "
-        f"{base.called} ({most})"
+        f"{base.called}{seen} ({most})"
     )
 
 

@@ -310,8 +310,11 @@ def compare_groups(
     columns["J/epoch"] = [
         _format_value(group.compute_median(compute_epoch_j), format_number) for group in groups
     ]
-    columns["peak" if peak.endswith("allocated_mib") else "peak of the process"] = [
-        _format_value(group.compute_median(peak), format_mebibytes) for group in groups
+    of_tensors = peak.endswith("allocated_mib")
+    columns["peak" if of_tensors else "peak of the process"] = [
+        "at least " * (of_tensors and group.has_lower_bound)
+        + _format_value(group.compute_median(peak), format_mebibytes)
+        for group in groups
     ]
     leaked = [group.compute_median("memory/leaked_mib") for group in groups]
     columns["leaked"] = [_format_value(value, format_mebibytes) for value in leaked if any(leaked)]

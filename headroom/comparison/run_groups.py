@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headroom.base.names import TAGS, Place, list_shown
+from headroom.base.names import LOWER_BOUND, TAGS, Place, list_shown
 from headroom.base.units import ELLIPSIS, format_number, make_printable
 from headroom.report.report_sections import split_training_time
 from headroom.settings.read_settings import read_mapping
@@ -95,6 +95,11 @@ class Group:
     @property
     def done(self) -> list[MeasuredRun]:
         return [run for run in self.runs if run.is_done]
+
+    @property
+    def has_lower_bound(self) -> bool:
+        """Whether the peak of one of them may have been higher than what was seen of it."""
+        return any(run.metrics.get(LOWER_BOUND) for run in self.done)
 
     @property
     def state(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from headroom.base.names import Place, find_unit, list_shown, list_words
+from headroom.base.names import LOWER_BOUND, Place, find_unit, list_shown, list_words
 from headroom.base.units import (
     format_mebibytes,
     format_milliseconds,
@@ -157,7 +157,7 @@ def make_memory_section(metrics: Numbers) -> Section:
     owners = [(label, mib) for label, mib in _list_parts(metrics, Place.OWNERS) if mib]
     peaks = _list_parts(metrics, Place.PHASE_PEAKS)
     pool = make_phrases(metrics, Place.MEMORY)
-    if metrics.get("memory/peak_is_lower_bound"):
+    if metrics.get(LOWER_BOUND):
         pool = [re.sub("^peak ", "peak at least ", phrase) for phrase in pool]
     trouble = make_phrases({k: v for k, v in metrics.items() if v}, Place.TROUBLE)
     host = make_phrases(metrics, Place.HOST)

@@ -23,6 +23,7 @@ from uuid import uuid4
 import psutil
 
 from headroom.base.file_lock import FileLock, is_held
+from headroom.base.names import LOWER_BOUND
 from headroom.device import leases
 from headroom.device.leases import Leases
 from headroom.process.prefect_http import compute_uptime
@@ -345,6 +346,7 @@ class KnownRun:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     peak_mib: float | None = None
+    is_peak_lower_bound: bool = False
     reason: str = ""  # why it ended as it did
     unsent: str = ""  # why MLflow has not got all of it
     resume: str = ""  # the command that goes on with it
@@ -469,6 +471,7 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         samples_per_s=_find_speed(measured, "speed/samples_per_s"),
         tokens_per_s=_find_speed(measured, "speed/tokens_per_s"),
         peak_mib=measured.get(RUN_PEAK, run.peak_mib),
+        is_peak_lower_bound=bool(measured.get(LOWER_BOUND)),
         began_at=start.began_at or None,
     )
 

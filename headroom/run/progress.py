@@ -16,7 +16,7 @@ from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from headroom.base.names import Place, list_words
+from headroom.base.names import LOWER_BOUND, Place, list_words
 from headroom.base.units import format_clock, format_mebibytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ class Progress:
         score = self._describe_first(*scores, words=format_number)
         speed = self._describe_first(*speeds, words=_format_rounded)
         peak = self._describe_first(*list_words(Place.PROGRESS_MEMORY), words=format_mebibytes)
+        if self._known.get(LOWER_BOUND):
+            peak = [part.replace("peak ", "peak at least ") for part in peak]
         lines = (
             "  ".join([epoch, *loss, *kept, *left])
             for kept in ([*score, *speed, *peak], [*speed, *peak], speed, [])

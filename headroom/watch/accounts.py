@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headroom.base.names import COUNTED, PhaseKind, list_phases
+from headroom.base.names import COUNTED, LOWER_BOUND, PhaseKind, list_phases
 from headroom.ranks.ranks import Ranks
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
@@ -183,7 +183,7 @@ class Accounts:
         peak_mib = memory.get("memory/run_peak_allocated_mib")
         accounts = self.phases.accounts
         if peak_mib is not None and accounts.ledger.misses_kernels:
-            memory["memory/peak_is_lower_bound"] = 1.0
+            memory[LOWER_BOUND] = 1.0
         return {**memory, **accounts.make_metrics(peak_mib=peak_mib)}
 
     def summarize(

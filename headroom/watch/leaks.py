@@ -200,17 +200,14 @@ def measure_held_memory(
     device = torch.device(device)
     if is_broken(device):
         return _report_broken_device(device, baseline_bytes)
-    gc.collect()
     source = make_allocator(device)
     reserved = source.read().get("reserved", 0)
-    drop_cache(device)
-    lives = find_live_tensors(device)
     my_storages = {storage._cdata for tensor in mine for storage in find_storages(tensor)}
-    storages = _find_leaks(lives, {})
-    others = [one for one in storages if one.ways[0].key not in my_storages]
+    in_use, mine_bytes, others = _find_held(device, my_storages)
+    if in_use - mine_bytes >= MIB:  # perhaps by what a collection frees, which takes a while
+        gc.collect()
+        in_use, mine_bytes, others = _find_held(device, my_storages)
     others_bytes = sum(one.bytes for one in others)
-    mine_bytes = sum(one.bytes for one in storages) - others_bytes
-    in_use = count_allocated_bytes(device, lives)
     return ReleaseFacts(
         baseline_bytes=baseline_bytes,
         before_bytes=in_use,
@@ -223,6 +220,16 @@ def measure_held_memory(
         reserved_bytes=source.read().get("reserved"),
         held_bytes=(mine_bytes, others_bytes),
     )
+
+
+def _find_held(device: torch.device, mine: set[int]) -> tuple[int, int, list[_Leak]]:
+    """Return what is in use, the part of it in these storages, and who holds the others."""
+    drop_cache(device)
+    lives = find_live_tensors(device)
+    storages = _find_leaks(lives, {})
+    others = [one for one in storages if one.ways[0].key not in mine]
+    mine_bytes = sum(one.bytes for one in storages) - sum(one.bytes for one in others)
+    return count_allocated_bytes(device, lives), mine_bytes, others
 
 
 def _measure_taken(device: torch.device) -> TakenMemory:

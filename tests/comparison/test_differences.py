@@ -280,6 +280,18 @@ def test_of_one_run_each_the_noise_is_what_it_varied_by_itself() -> None:
     )
 
 
+def test_a_peak_of_which_not_all_was_seen_is_called_at_least_that() -> None:
+    part = {"memory/peak_is_lower_bound": 1.0}
+    told = compare(
+        [
+            run("a", memory={"activations": 100}, metrics=part, train__batch_size=8),
+            run("b", memory={"activations": 400}, train__batch_size=9),
+        ]
+    )
+    assert told.columns["peak"] == ["at least 100 MiB", "400 MiB"]
+    assert "than batch_size=8, of what was seen (" in told.words[0]
+
+
 def test_memory_is_told_by_its_owner() -> None:
     small, large = group_runs(
         [

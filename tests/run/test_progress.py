@@ -139,6 +139,13 @@ def test_where_no_step_comes_any_more_no_time_left_is_told(caplog: Any) -> None:
         assert caplog.messages[-1].endswith("no step for 1:05")
 
 
+def test_a_peak_of_which_not_all_was_seen_is_called_at_least_that(caplog: Any) -> None:
+    with _plain(Clock()) as progress:
+        progress.update({**METRICS, "memory/peak_is_lower_bound": 1.0}, 100)
+        progress.update({"val/accuracy": 0.9833, "train/epoch": 10.0}, 100)
+    assert "  peak at least 6.10 GiB  " in caplog.messages[-1]
+
+
 def test_the_last_line_always_comes_and_tells_how_long_it_took(caplog: Any) -> None:
     clock = Clock()
     with _plain(clock) as progress:
