@@ -22,7 +22,7 @@ from mlflow.entities import Metric
 
 from benchmarks.conditions import publish
 from benchmarks.queueing import simulate
-from headroom.process.prefect_http import call_api
+from headroom.prefect.prefect_http import call_api
 from tests.team import Team, run_team
 
 RUNS = 12

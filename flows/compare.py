@@ -28,8 +28,8 @@ from flows.cli.compare_command import parse_comparison
 from headroom.base.units import make_printable
 from headroom.comparison.comparison import open_comparison
 from headroom.comparison.grid import ComparisonRequest
+from headroom.prefect_flows.flow_run import CalledFlow, mark_begun
 from headroom.process.redaction import redact_command_line, redact_errors
-from headroom.run.flow_run import CalledFlow, mark_begun
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:

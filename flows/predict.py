@@ -27,7 +27,7 @@ from typing import Any
 from prefect import flow
 
 from headroom.prediction.request import make_order
-from headroom.run.flow_run import mark_begun
+from headroom.prefect_flows.flow_run import mark_begun
 from headroom.settings.run_config import DeviceConfig
 from tasks.detect_device import detect_device
 from tasks.find_model import find_model

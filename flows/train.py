@@ -25,7 +25,7 @@ from typing import Any
 from prefect import flow
 
 from flows.cli.from_python import make_python_callable
-from headroom.run.flow_run import make_run_name, open_run, publish_run
+from headroom.prefect_flows.flow_run import make_run_name, open_run, publish_run
 from headroom.settings.run_config import RunConfig
 from headroom.training.plan import make_plan
 from tasks.detect_device import detect_device

@@ -12,7 +12,7 @@ from headroom.base.facts import DeviceFacts
 from headroom.device.detection import check_memory_limit, detect_best_device, resolve_precision
 from headroom.device.leases import Leases
 from headroom.launch.placement import choose_device_name, count_processes
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 from headroom.ranks.ranks import read_ranks_from_environment
 from headroom.settings.run_config import DeviceConfig, LaunchConfig
 from headroom.watch.leaks import take_baseline

@@ -11,7 +11,7 @@ from pathlib import Path
 from headroom.base.facts import ModelFacts
 from headroom.prediction import prediction
 from headroom.prediction.request import Order
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 from headroom.tracking import ask_mlflow
 from headroom.tracking.tracking_settings import read_tracking_settings
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from headroom.base.facts import DeviceFacts, ModelFacts, PredictFacts
 from headroom.prediction import prediction
 from headroom.prediction.request import Order
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 from headroom.run.progress import RowsProgress
 
 

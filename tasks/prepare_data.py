@@ -10,7 +10,7 @@ import threading
 from headroom.base import scores
 from headroom.base.facts import DataFacts
 from headroom.data.preparation import prepare_dataset
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 from headroom.settings.run_config import DataConfig
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headroom.base.facts import DeviceFacts, Owner, ReleaseFacts
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 from headroom.watch.leaks import LeakError, describe_leak, release_device_memory
 
 log = logging.getLogger(f"headroom.{__name__}")

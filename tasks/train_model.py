@@ -11,8 +11,8 @@ from pathlib import Path
 from headroom.base.facts import TrainFacts
 from headroom.launch.placement import count_processes
 from headroom.launch.rank import Job, train_together
+from headroom.prefect.run_task import run_task
 from headroom.process import signals
-from headroom.process.run_task import run_task
 from headroom.ranks.ranks import read_ranks_from_environment as ranks_asked
 from headroom.settings.read_settings import ConfigError
 from headroom.training import trainer

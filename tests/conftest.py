@@ -132,8 +132,7 @@ def prefect_api() -> Iterator[str]:
         temporary_settings,
     )
 
-    from headroom.process import run_task
-    from headroom.services import local_prefect
+    from headroom.prefect import local_prefect, run_task
 
     run_task.fix_prefect_after_fork()
     with local_prefect.share_server(local_prefect.find_prefect_home()) as url:

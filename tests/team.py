@@ -26,7 +26,7 @@ import psutil
 from ruamel.yaml import YAML
 from sqlalchemy import create_engine, text
 
-from headroom.process.prefect_http import call_api, is_healthy
+from headroom.prefect.prefect_http import call_api, is_healthy
 from headroom.services.parts import await_end, end_processes
 
 ROOT = Path(__file__).parent.parent

@@ -37,7 +37,9 @@ CORE_ROOMS = (
     "launch",
     "prediction",
 )
-OTHER_ROOMS = ("process", "tracking", "services", "run", "comparison")
+OTHER_ROOMS = (
+    *("process", "prefect", "tracking", "services", "run", "prefect_flows", "comparison"),
+)
 ROOMS = (
     *(f"headroom.{room}" for room in (*CORE_ROOMS, *OTHER_ROOMS)),
     "headroom",
@@ -167,7 +169,7 @@ def test_no_core_module_brings_prefect_or_mlflow_along() -> None:
         "flows.runs",
         "flows.stop",
         "flows.cli.tidy_command",
-        "headroom.services.local_prefect",
+        "headroom.prefect.local_prefect",
         "headroom.tracking.journal",
     ],
 )

@@ -15,7 +15,6 @@ from flows.cli import flags
 from headroom.comparison import grid, search_space
 from headroom.comparison.grid import ComparisonRequest
 from headroom.comparison.search_space import Range, Search
-from headroom.process import signals
 from headroom.process.redaction import redact_output
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
@@ -74,9 +73,10 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
 
 def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
     from flows.compare import compare
-    from headroom.run.flow_run import run_at_desk
+    from headroom.prefect import this_flow_run
+    from headroom.prefect_flows.flow_run import run_at_desk
 
-    signals.enable_signal_exceptions()
+    this_flow_run.raise_signals()
     return int(run_at_desk(compare, compare.fn, words=argv, plan=asked))
 
 

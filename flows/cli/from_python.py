@@ -19,7 +19,7 @@ from pydantic import WithJsonSchema
 from flows.cli import train_command
 from flows.cli.flags import TITLES
 from headroom.base.secret_texts import hide_secrets
-from headroom.run.flow_run import CalledFlow, run_at_desk
+from headroom.prefect_flows.flow_run import CalledFlow, run_at_desk
 from headroom.run.gate import GateFailed
 from headroom.run.preflight import BAD_INPUT, mark_checked, resolve_and_check
 from headroom.run.resume import read_resumed_settings

@@ -14,7 +14,6 @@ from typing import Any
 
 from flows.cli.train_command import run_with_server
 from headroom.prediction.request import ARRAY_FILES, make_order
-from headroom.process import signals
 from headroom.process.redaction import redact_output
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TABLE_FILES
@@ -117,9 +116,10 @@ def _make_parser() -> argparse.ArgumentParser:
 def _run_flow(asked: dict[str, Any]) -> int:
     from flows.predict import predict
     from headroom.base.units import format_number, format_seconds
-    from headroom.run.flow_run import run_at_desk
+    from headroom.prefect import this_flow_run
+    from headroom.prefect_flows.flow_run import run_at_desk
 
-    signals.enable_signal_exceptions()
+    this_flow_run.raise_signals()
     done = run_at_desk(predict, predict.fn, **asked)
     speed = format_number(done["rows"] / done["predict_s"])
     print(

@@ -21,9 +21,9 @@ import psutil
 from flows.cli.flags import make_resume_words, parse_training
 from headroom.base.units import make_printable
 from headroom.launch import launcher
-from headroom.process import command, prefect_http, signals
+from headroom.prefect import local_prefect, prefect_http
+from headroom.process import command, signals
 from headroom.process.redaction import redact, redact_output
-from headroom.services import local_prefect
 from headroom.settings import read_settings
 from headroom.settings.read_settings import (
     ConfigError,
@@ -78,7 +78,7 @@ def set_up_call() -> Iterator[None]:
         temporary_settings,
     )
 
-    from headroom.run.flow_run import ASKED_AT
+    from headroom.prefect_flows.flow_run import ASKED_AT
 
     if ASKED_AT.get() is not None:  # the command itself
         yield
@@ -272,13 +272,14 @@ def _train_in_flow(asked: Namespace) -> int:
         from httpx import TransportError
 
         from flows.train import train
-        from headroom.run.flow_run import ASKED_AT
+        from headroom.prefect import this_flow_run
+        from headroom.prefect_flows.flow_run import ASKED_AT
         from headroom.run.gate import GateFailed
         from headroom.run.preflight import mark_checked
         from headroom.run.record import find_last_ended
 
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
-    signals.enable_signal_exceptions()
+    this_flow_run.raise_signals()
     try:
         with mark_checked(asked.config):
             train(asked.config, resume=asked.resume)
@@ -313,7 +314,7 @@ def _train_in_flow(asked: Namespace) -> int:
 
 def _plan_retry(asked: Namespace, error: Exception) -> None:
     """Plan a restart after this process, where the failure is one that a new process may cure."""
-    from headroom.run.flow_run import plan_command_retry
+    from headroom.prefect_flows.flow_run import plan_command_retry
 
     if launcher.is_launched():  # torchrun starts it again, with the others
         return

@@ -33,9 +33,9 @@ from headroom.comparison.run_groups import (
     shorten_names,
 )
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
+from headroom.prefect.this_flow_run import move_process_tag, show_markdown
 from headroom.process.redaction import redact_command_line
 from headroom.run.findings import make_process_tags
-from headroom.run.flow_run import move_process_tag, show_markdown
 from headroom.run.resume import make_timestamp
 from headroom.services import serve
 from headroom.tracking.mlflow_pages import ComparisonView, make_comparison_path

@@ -24,9 +24,9 @@ from headroom.base.import_paths import find_module_spec
 from headroom.base.units import make_printable
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import shorten_names
-from headroom.process.prefect_http import FLOW_RUN
+from headroom.prefect.prefect_http import FLOW_RUN
+from headroom.prefect.this_flow_run import PARENT
 from headroom.process.redaction import redact
-from headroom.run.flow_run import PARENT
 from headroom.run.known_runs import LOCK as TRAINING_LOCK
 from headroom.run.known_runs import list_run_folders, read_json, read_start
 from headroom.run.resume import is_key_held, make_timestamp

@@ -1,3 +1,3 @@
-"""A process and its surroundings: how it starts and ends, its signals, its children, Prefect's
-server and tasks, and secrets that none of these may show. Of a run it knows what its folder says.
+"""A process and its surroundings: how it starts and ends, its signals, its children, and secrets
+that none of these may show. Of a run it knows what its folder says.
 """

@@ -87,7 +87,7 @@ def install_signal_handlers() -> None:
     is_lead = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it tells for all
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _handle_signal if is_lead else signal.SIG_DFL)
+            signal.signal(number, handle_signal if is_lead else signal.SIG_DFL)
 
 
 @contextmanager
@@ -204,10 +204,6 @@ def enable_signal_exceptions() -> None:
     Call it once there is something to clean up at the end.
     """
     global _begun_in
-    from prefect.utilities import engine
-
-    # Prefect would put its own in our place for as long as a flow runs, and that raises anywhere.
-    engine._prefect_sigterm_handler = _handle_signal  # type: ignore[assignment]
     _begun_in = os.getpid()
 
 
@@ -237,7 +233,9 @@ def describe_signal() -> str:
     return ENDING_SIGNALS.get(signal.Signals(_asked or signal.SIGINT), "ended")
 
 
-def _handle_signal(number: int, frame: FrameType | None) -> None:
+def handle_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that ends this process: raise Interrupted or Terminated, where there is
+    something to clean up."""
     global _asked, _asked_at
     is_again = _asked is not None and _begun_in is not None
     if is_again and (number != signal.SIGINT or time.monotonic() - _asked_at < AGAIN_S):

@@ -559,6 +559,6 @@ def _find_flow_run_tags() -> dict[str, str]:
     """Return the tags that lead to the flow run around this loop, where Prefect is in use here."""
     if "prefect" not in sys.modules:
         return {}
-    from headroom.run.flow_run import make_flow_run_tags
+    from headroom.prefect.this_flow_run import make_flow_run_tags
 
     return make_flow_run_tags()

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from headroom.base.facts import Column, DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
-from headroom.process.prefect_http import compute_uptime
+from headroom.prefect.prefect_http import compute_uptime
 from headroom.run.failures import Failure, classify_failure
 from headroom.settings.run_config import DataConfig
 from headroom.training.oom_report import OutOfMemory

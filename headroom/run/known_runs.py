@@ -26,7 +26,7 @@ from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
 from headroom.device import leases
 from headroom.device.leases import Leases
-from headroom.process.prefect_http import compute_uptime
+from headroom.prefect.prefect_http import compute_uptime
 from headroom.process.redaction import redact
 from headroom.tracking import journal
 from headroom.tracking.journal import BEGIN, SENDING_LOCK, Line, read_journal_ends

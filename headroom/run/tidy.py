@@ -18,8 +18,9 @@ from typing import Any
 
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_mebibytes, format_seconds, make_printable
-from headroom.process import children, prefect_http
-from headroom.process.prefect_http import FlowRunEnd
+from headroom.prefect import local_prefect, prefect_http
+from headroom.prefect.prefect_http import FlowRunEnd
+from headroom.process import children
 from headroom.process.redaction import redact
 from headroom.run.known_runs import (
     LOCK,
@@ -29,7 +30,7 @@ from headroom.run.known_runs import (
     list_run_folders,
     read_start,
 )
-from headroom.services import local_prefect, serve
+from headroom.services import serve
 from headroom.services.parts import find_parts, find_worker_starts
 from headroom.tracking.journal import SENDING_LOCK
 from headroom.tracking.tracking_settings import TrackingSettings

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from headroom.services import local_prefect
+from headroom.prefect import local_prefect
 from headroom.tracking import mlflow_store
 from headroom.tracking.tracking_settings import TrackingError
 

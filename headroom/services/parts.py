@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import psutil
 
-from headroom.process.prefect_http import FLOW_RUN
+from headroom.prefect.prefect_http import FLOW_RUN
 from headroom.process.redaction import redact
 
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from headroom.process import command, prefect_http
+from headroom.prefect import prefect_http
+from headroom.process import command
 from headroom.process.redaction import redact, remove_login
 from headroom.services import service
 from headroom.services.parts import (

@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from headroom.process import prefect_http
-from headroom.process.prefect_http import FLOW_RUN, FlowRunEnd
-from headroom.services import local_prefect
+from headroom.prefect import local_prefect, prefect_http
+from headroom.prefect.prefect_http import FLOW_RUN, FlowRunEnd
 from headroom.services.parts import (
     MARK,
     PART,

@@ -38,7 +38,7 @@ with pause_collection():
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     from headroom.base.file_lock import FileLock
-    from headroom.process import prefect_http
+    from headroom.prefect import prefect_http
     from headroom.process.redaction import redact, redact_output
     from headroom.report import run_report
     from headroom.tracking import mlflow_store, orphaned_runs, send_later

@@ -21,8 +21,8 @@ from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
 from headroom.base.file_lock import is_held
-from headroom.process import prefect_http
-from headroom.process.prefect_http import is_run_alive
+from headroom.prefect import prefect_http
+from headroom.prefect.prefect_http import is_run_alive
 from headroom.process.redaction import redact
 from headroom.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
 from headroom.tracking.mlflow_store import explain_error, open_experiment

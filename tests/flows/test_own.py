@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.train import train
-from headroom.process.prefect_http import call_api
+from headroom.prefect.prefect_http import call_api
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig

@@ -19,7 +19,7 @@ import pytest
 from flows.cli.flags import make_resume_words
 from headroom.base.facts import DeviceFacts
 from headroom.device.detection import TemporaryDeviceError
-from headroom.run import flow_run
+from headroom.prefect_flows import flow_run
 from headroom.run.failures import Failure
 from headroom.run.known_runs import RunStart, read_start
 from headroom.run.resume import find_failed_start, make_retry_tags, plan_retry

@@ -30,7 +30,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from headroom.process.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
+from headroom.prefect.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
 from headroom.services.parts import find_own_processes, find_parts, provide_mark
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient, pyfunc, set_tracking_uri
 
-from headroom.process.prefect_http import call_api
+from headroom.prefect.prefect_http import call_api
 from tests.team import WORKERS, Team, find_postgres_programs, run_team
 
 pytest.importorskip("nanio", reason="headroom[team] is not installed")

@@ -10,7 +10,7 @@ import pytest
 
 from flows.cli.tidy_command import main, parse_age_s
 from headroom.base.file_lock import FileLock
-from headroom.process.prefect_http import call_api, is_healthy
+from headroom.prefect.prefect_http import call_api, is_healthy
 from headroom.run.known_runs import Announcement, RunStart
 from headroom.settings.read_settings import ConfigError
 

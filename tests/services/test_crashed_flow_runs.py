@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from headroom.process import prefect_http
-from headroom.process.prefect_http import (
+from headroom.prefect import prefect_http
+from headroom.prefect.prefect_http import (
     FLOW_RUN,
     PENDING_S,
     correct_flow_run_ends,
@@ -34,8 +34,8 @@ class Prefect:
         self.runs, self.fast = runs, fast
         self.ended: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
-        patch.setattr("headroom.process.prefect_http.call_api", self.call)
-        patch.setattr("headroom.process.prefect_http.call_api", self.call)
+        patch.setattr("headroom.prefect.prefect_http.call_api", self.call)
+        patch.setattr("headroom.prefect.prefect_http.call_api", self.call)
 
     def call(self, method: str, url: str, body: Any) -> Any:
         if url.endswith("/filter"):

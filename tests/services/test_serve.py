@@ -21,7 +21,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from headroom.services import local_prefect, parts, serve, service
+from headroom.prefect import local_prefect
+from headroom.services import parts, serve, service
 from headroom.services.parts import MARK, Part, ServeError, SettingError
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import read_tracking_settings
@@ -211,8 +212,8 @@ def test_a_run_whose_worker_has_died_outlives_down_and_is_ended_with_the_next_wo
     assert "A run goes on without its service" in capsys.readouterr().out
 
     again = [start(folder, SLEEP).process, start(folder, SLEEP, name="worker").process]
-    monkeypatch.setattr("headroom.process.prefect_http.is_pool_paused", lambda api: False)
-    monkeypatch.setattr("headroom.process.prefect_http.set_pool_paused", lambda api, paused: None)
+    monkeypatch.setattr("headroom.prefect.prefect_http.is_pool_paused", lambda api: False)
+    monkeypatch.setattr("headroom.prefect.prefect_http.set_pool_paused", lambda api, paused: None)
     assert serve.stop_service() == 0
     assert not parts.is_running(run)
     assert not any(parts.is_running(process) for process in again)
@@ -222,7 +223,7 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None
     """Prefect's log goes through rich, which ended the training when its worker had died."""
     code = (
         "import os, sys\nfrom rich.console import Console\nold = Console(file=sys.stderr)\n"
-        "from headroom.run.flow_run import outlive_the_worker\noutlive_the_worker()\n"
+        "from headroom.prefect_flows.flow_run import outlive_the_worker\noutlive_the_worker()\n"
         "read, write = os.pipe()\nos.dup2(write, 1)\nos.dup2(write, 2)\n"
         "os.close(read)\nos.close(write)\n"
         "old.print('a line of the log')\nprint('one of the user', flush=True)\nos._exit(7)\n"

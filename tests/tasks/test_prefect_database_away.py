@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from httpx import HTTPStatusError, Request, Response
 
-from headroom.run import flow_run
-from headroom.services.local_prefect import TRIES_AGAIN
+from headroom.prefect import this_flow_run
+from headroom.prefect.local_prefect import TRIES_AGAIN
 
 ASKS = """
 from prefect.client.orchestration import get_client
@@ -57,5 +57,5 @@ def test_a_report_that_prefect_does_not_take_fails_no_run(monkeypatch: pytest.Mo
         raise HTTPStatusError("500", request=request, response=Response(500, request=request))
 
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a")
-    monkeypatch.setattr(flow_run, "create_markdown_artifact", refuses)
-    flow_run.show_markdown("text", "key", "title")
+    monkeypatch.setattr(this_flow_run, "create_markdown_artifact", refuses)
+    this_flow_run.show_markdown("text", "key", "title")

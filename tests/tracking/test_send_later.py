@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from headroom.base.file_lock import FileLock, is_held
-from headroom.process.prefect_http import read_flow_run_ends
+from headroom.prefect.prefect_http import read_flow_run_ends
 from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.tracking import send_later
 from headroom.tracking.journal import BEGIN, Journal

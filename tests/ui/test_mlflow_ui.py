@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from headroom.process.prefect_http import is_healthy
+from headroom.prefect.prefect_http import is_healthy
 from headroom.tracking.mlflow_pages import CURVES
 from tests.conftest import ROOT, desk_environment, free_port
 

@@ -69,7 +69,7 @@ def kind_of(words):
         return os.environ.get("TESTS_WARM_KIND") if is_code else None
     if words[1] in ("mlflow", "uvicorn") or words[1].startswith("headroom.tracking."):
         return "mlflow"
-    if words[1] == "headroom.services.local_prefect":
+    if words[1] == "headroom.prefect.local_prefect":
         return "prefect"
     known = ("flows.train", "flows.predict", "prefect.engine")
     return "torch" if words[1] in known else None

@@ -11,8 +11,7 @@ import pytest
 from prefect.server.database import configurations
 from sqlalchemy import text
 
-from headroom.process import prefect_http
-from headroom.services import local_prefect
+from headroom.prefect import local_prefect, prefect_http
 from headroom.settings.read_settings import ConfigError
 
 URL = "http://127.0.0.1:9/api"

@@ -17,7 +17,7 @@ from prefect._internal.concurrency import services
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TagsContext
 
-from headroom.process.prefect_http import TAG
+from headroom.prefect.prefect_http import TAG
 from headroom.process.redaction import redact_errors
 
 P = ParamSpec("P")

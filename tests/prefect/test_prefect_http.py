@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
-from headroom.process.prefect_http import POOL, call_api, make_pool, skip_missed_runs
+from headroom.prefect.prefect_http import POOL, call_api, make_pool, skip_missed_runs
 
 
 def test_of_a_week_of_missed_nights_only_the_last_one_is_made_up_for(prefect_api: str) -> None:

@@ -23,36 +23,36 @@ from uuid import UUID
 import psutil
 from httpx import HTTPStatusError, TransportError
 from prefect import Flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
 from prefect.settings import (
     PREFECT_API_URL,
-    PREFECT_CLIENT_MAX_RETRIES,
-    PREFECT_LOGGING_TO_API_ENABLED,
     get_current_settings,
-    temporary_settings,
 )
 from prefect.states import AwaitingRetry, Completed, Running
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
 from headroom.base.units import make_printable
+from headroom.prefect.local_prefect import find_server_log, is_temporary_api
+from headroom.prefect.prefect_http import is_healthy, make_flow_run_end
+from headroom.prefect.run_task import CURRENT_RUN
+from headroom.prefect.this_flow_run import (
+    forget_prefect,
+    make_flow_run_tags,
+    move_process_tag,
+    show_markdown,
+)
 from headroom.process import command, signals
-from headroom.process.prefect_http import TAG as PROCESS_TAG
-from headroom.process.prefect_http import is_healthy, make_flow_run_end
 from headroom.process.redaction import (
     redact,
     redact_errors,
     redact_logs,
     redact_nested,
-    remove_login,
 )
-from headroom.process.run_task import CURRENT_RUN, IS_RECORDED
 from headroom.report import run_report
 from headroom.report.report_sections import make_report
 from headroom.run.failures import classify_failure
@@ -60,12 +60,10 @@ from headroom.run.gate import GateFailed
 from headroom.run.preflight import resolve_and_check
 from headroom.run.record import Record, find_last_ended
 from headroom.run.resume import Retry, make_default_name, plan_retry
-from headroom.services.local_prefect import find_server_log, is_temporary_api
 from headroom.settings.read_settings import ConfigError, make_config, override_config
 from headroom.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
-PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
 FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
 NAME_LETTERS = 120  # of a flow run that is refused
 PATIENCE_S = 1.0  # for the slot of a holder that is gone
@@ -116,20 +114,6 @@ def _is_of_server(error: Exception) -> bool:
     if isinstance(error, HTTPStatusError):
         return error.response.status_code >= 500
     return isinstance(error, TransportError) or str(error).startswith("Failed to reach API")
-
-
-@contextmanager
-def forget_prefect() -> Iterator[None]:
-    """Let nothing be told to Prefect in the block, nor by the process that sends the run."""
-    api = os.environ.pop("PREFECT_API_URL", None)
-    token = IS_RECORDED.set(False)
-    try:
-        with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
-            yield
-    finally:
-        IS_RECORDED.reset(token)
-        if api is not None:
-            os.environ["PREFECT_API_URL"] = api
 
 
 def make_run_name() -> str:
@@ -280,23 +264,6 @@ def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
     return plan_retry(folder, failure, config) if folder is not None else None
 
 
-def show_markdown(text: str, key: str, title: str) -> bool:
-    """Show the text as an artifact of this flow run, and return whether Prefect took it: that it is
-    away is only logged."""
-    if not IS_RECORDED.get():
-        return False
-    try:
-        create_markdown_artifact(text, key=key, description=title)
-        return True
-    except (TransportError, HTTPStatusError) as error:
-        log.warning("no report in Prefect: %s", redact(str(error)))
-        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the end of a command does not wait once more
-            here = get_settings_context()
-            once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
-            SettingsContext(profile=here.profile, settings=once).__enter__()
-        return False
-
-
 class CalledFlow(Flow[..., Any]):
     """A Prefect flow that does more where Python calls it: `call` is given the plain call and its
     arguments. Of these Prefect keeps, and shows, what `shown` makes of them; the flow gets them as
@@ -392,29 +359,6 @@ def _prepare_flow_run() -> dict[str, str]:
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
     return make_flow_run_tags()
-
-
-def move_process_tag() -> None:
-    """Move the name of this process from the tags of its flow run, which people read, to a field
-    that only programs do: by it a flow run is ended whose process is gone."""
-    named = [tag for tag in flow_run.tags or [] if tag.startswith(f"{PROCESS_TAG}:")]
-    if not named or not flow_run.id:
-        return
-    others = [tag for tag in flow_run.tags if tag not in named]
-    with suppress(TransportError, HTTPStatusError), get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(str(flow_run.id)), tags=others, infrastructure_pid=named[0])
-
-
-def make_flow_run_tags() -> dict[str, str]:
-    """Return the tags that lead from MLflow to this flow run; empty outside of one."""
-    parent = os.environ.get(PARENT)
-    part_of = {"mlflow.parentRunId": parent} if parent else {}
-    if not flow_run.id:
-        return part_of
-    tags = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
-    if not is_temporary_api(PREFECT_API_URL.value() or ""):
-        tags["prefect.flow_run_url"] = remove_login(flow_run.ui_url or "")
-    return {k: str(v) for k, v in tags.items() if v}
 
 
 def _make_own_key() -> str:

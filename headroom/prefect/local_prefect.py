@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headroom.base.file_lock import FileLock, is_held
-from headroom.process import prefect_http
+from headroom.prefect import prefect_http
 from headroom.process.command import pause_collection
 from headroom.settings.read_settings import ConfigError
 
@@ -160,7 +160,7 @@ def _start_server(folder: Path, lock: IO[str], listening: socket.socket) -> None
     fds = (lock.fileno(), listening.fileno())
     with open(folder / LOG, "w") as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "headroom.services.local_prefect", str(folder), *map(str, fds)],
+            [sys.executable, "-m", "headroom.prefect.local_prefect", str(folder), *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=log,

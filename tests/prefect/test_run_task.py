@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.events import emit_event
 from torch.utils.data import DataLoader, TensorDataset
 
-from headroom.process.run_task import run_task
+from headroom.prefect.run_task import run_task
 
 # Python 3.12 warns of fork() in a process with threads, PyTorch's own among them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -8,8 +8,8 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
-from headroom.process.prefect_http import call_api
-from headroom.run import flow_run as run_of_flow
+from headroom.prefect.prefect_http import call_api
+from headroom.prefect_flows import flow_run as run_of_flow
 
 DEVICE = "GPU-1b2c"
 

@@ -5,9 +5,9 @@ from httpx import ConnectError
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
+from headroom.prefect.run_task import IS_RECORDED
+from headroom.prefect_flows import flow_run
 from headroom.process import command
-from headroom.process.run_task import IS_RECORDED
-from headroom.run import flow_run
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
