@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from headroom.base.program import Parser
 from headroom.settings.read_settings import ConfigError
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m flows.forecast", description=__doc__)
+    parser = Parser(prog="python -m flows.forecast", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("model", metavar="MODULE:NAME", help="a function or class that makes the model")

@@ -5,7 +5,6 @@ refuses a folder that holds anything, and imports nothing slow. Exit codes: 0 wr
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from headroom.base.program import Parser
 from headroom.base.units import make_printable
 from headroom.settings.read_settings import ConfigError
 
@@ -229,7 +229,7 @@ def _describe_write_error(folder: Path, error: OSError) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Write the example. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.new",
         description="Write a small example of your own model, data and settings, which trains.",
     )

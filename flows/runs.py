@@ -31,6 +31,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
+from headroom.base.program import Parser
 from headroom.base.units import (
     ELLIPSIS,
     format_clock,
@@ -122,7 +123,7 @@ def _parse_last(text: str) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.runs",
         description="Show the trainings of this host: those that live, then the newest others.",
     )

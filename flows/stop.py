@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
     start_command()
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from headroom.base.program import Parser
 from headroom.base.units import make_printable
 from headroom.run.known_runs import (
     KnownRun,
@@ -46,7 +46,7 @@ LEAVE_S = 10.0  # for what comes after a training's end
 
 def main(argv: Sequence[str]) -> int:
     """Stop what the command line names. Returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.stop",
         description="End a training of this host. It leaves a checkpoint to go on from.",
     )

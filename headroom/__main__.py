@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
+from headroom.base import program
+
 ROOT = Path(__file__).absolute().parent.parent  # also holds the packages flows and tasks
 FLOWS = ("flows", "tasks")
 # The module that a subcommand runs, the first words it is given, and what it does.
@@ -37,7 +39,12 @@ def main() -> int:
         print("usage: headroom COMMAND ...\n")
         for command, (_, _, purpose) in COMMANDS.items():
             print(f"  {command:<12}{purpose}")
-        print("\nheadroom COMMAND --help tells more.")
+        print("\nheadroom COMMAND --help tells more; headroom --version tells which one this is.")
+        return 0
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"headroom {version('headroom')}")
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
@@ -46,6 +53,7 @@ def main() -> int:
         return 2
     own_the_flows()
     module, first, _ = COMMANDS[name]
+    program.is_headroom = True
     sys.argv = [f"headroom {name}", *first, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0

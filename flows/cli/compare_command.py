@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from flows.cli import flags
+from headroom.base.program import Parser
 from headroom.comparison import grid, search_space
 from headroom.comparison.grid import ComparisonRequest
 from headroom.comparison.search_space import Range, Search
@@ -188,7 +189,7 @@ def _parse_count(text: str) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.compare",
         usage="python -m flows.compare [--vary NAME=A,B ...] [--devices A,B] [--NAME VALUE ...]",
         description="Train the same model in several ways, or read runs that exist, and tell what\n"

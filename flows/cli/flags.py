@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headroom.base.program import Parser
 from headroom.base.secret_names import HIDDEN, is_secret
 from headroom.settings.read_settings import ConfigError, resolve_config
 from headroom.settings.table import MAPPINGS, describe_setting, list_settings
@@ -164,7 +165,7 @@ def tie_values(argv: Sequence[str]) -> list[str]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.train",
         usage="python -m flows.train [--config FILE] [--resume RUN] [--NAME VALUE ...]",
         description=_DESCRIPTION,

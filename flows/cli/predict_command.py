@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from flows.cli.train_command import run_with_server
+from headroom.base.program import Parser
 from headroom.prediction.request import ARRAY_FILES, make_order
 from headroom.process.redaction import redact_output
 from headroom.settings.read_settings import ConfigError
@@ -96,7 +97,7 @@ def parse_prediction(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.predict",
         usage="python -m flows.predict --input FILE --output FILE [--run RUN] [...]",
         description=_DESCRIPTION,

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from headroom.base.program import Parser
 from headroom.base.units import make_printable
 from headroom.process.redaction import redact_output
 from headroom.run.tidy import TidyAction, clean_up
@@ -69,7 +70,7 @@ def parse_age_s(text: str | None) -> float | None:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m flows.tidy",
         description="Put right what trainings of this host left behind when they or a server died.",
         epilog=_EXAMPLES,

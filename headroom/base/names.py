@@ -538,9 +538,9 @@ METRICS = (
     ),
     Metric(
         "time/core_wait_own_pct",
-        "share in which its own helpers had them",
+        "share in which its own threads and helpers had them",
         True,
-        shown={Place.TIME: "its own helpers {} %"},
+        shown={Place.TIME: "its own threads and helpers {} %"},
     ),
     Metric(
         "time/plain_step_ms",

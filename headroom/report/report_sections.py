@@ -421,10 +421,11 @@ def _make_time_section(metrics: Numbers) -> Section:
         }
     training = split_training_time(metrics)
     besides = [] if training else make_phrases(metrics, Place.TRAINING_WORDS)
-    left_out = set()
-    if metrics.get("time/unaccounted_pct", 0) < 0:  # phases, times steps, are more
-        left_out.add("time/unaccounted_pct")
-    besides += make_phrases({k: v for k, v in metrics.items() if k not in left_out}, Place.TIME)
+    unaccounted = metrics.get("time/unaccounted_pct", 0.0)
+    if unaccounted < 0:  # phases of the steps that were timed, times all steps
+        besides.append(f"phases come to {format_number(-unaccounted)} % more than the time")
+        metrics = {k: v for k, v in metrics.items() if k != "time/unaccounted_pct"}
+    besides += make_phrases(metrics, Place.TIME)
     train_s = sum(training.values())
     bars = make_bars([*training.items()], whole=train_s, words=format_seconds)
     blocks = (

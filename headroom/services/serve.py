@@ -6,7 +6,6 @@ MLflow's server asks for a password.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from headroom.base.program import Parser, use_name
 from headroom.prefect import prefect_http
 from headroom.process import command
 from headroom.process.redaction import redact, remove_login
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         "status": print_status,
         "ui": run_mlflow_ui,
     }
-    parser = argparse.ArgumentParser(prog="python -m headroom.services.serve", description=__doc__)
+    parser = Parser(prog="python -m headroom.services.serve", description=__doc__)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
     command.provide_home()
@@ -238,7 +238,7 @@ def make_open_command(
     if tracking_uri.startswith("http"):
         return remove_login(tracking_uri).rstrip("/") + path
     here = Path("Makefile").is_file() and Path("headroom/services/serve.py").is_file()
-    command = "make ui" if here else "python -m headroom.services.serve ui"
+    command = "make ui" if here else use_name("python -m headroom.services.serve ui")
     address, variable = find_mlflow_address()
     return f"{variable}{command}   # then {address}{path}"
 

@@ -225,10 +225,12 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._named and self._named[-1][0] in BESIDE:
             yield from loader
             return
-        batches = iter(loader)
+        batches = None
         while True:
             self.begin_wait()
             try:
+                if batches is None:  # workers are started here
+                    batches = iter(loader)
                 batch = next(batches)
             except StopIteration:
                 self._is_open = self._is_asked  # else a step that never came

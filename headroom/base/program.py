@@ -1,0 +1,32 @@
+"""How this program was called, which its help repeats: by the command `headroom`, or by Python."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+is_headroom = False  # the command was called, which a person may be told to call again
+_COMMAND = re.compile(r"python -m (?:flows\.(\w+)|headroom\.services\.serve(?: (ui|up|down))?)")
+_SERVE = {"ui": "ui", "down": "serve-down"}
+
+
+def use_name(text: str) -> str:
+    """Return the text with each command of this project as it can be called here."""
+    if not is_headroom:
+        return text
+    return _COMMAND.sub(lambda m: f"headroom {m[1] or _SERVE.get(m[2], 'serve')}", text)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help names the commands as they can be called here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prog = use_name(self.prog)
+
+    def format_help(self) -> str:
+        return use_name(super().format_help())
+
+    def format_usage(self) -> str:
+        return use_name(super().format_usage())
