@@ -464,6 +464,14 @@ def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_
     assert [f.name for f in run_report.draw_plots(run, tmp_path)] == names
 
 
+def test_phases_that_come_to_more_than_the_time_are_told_as_such() -> None:
+    """Of some steps that are timed, times all steps: it was left out, as if all added up."""
+    run = _cpu()
+    run["metrics"]["time/unaccounted_pct"] = -3.2
+    told = run_report.make_markdown(run, open_command="make ui")
+    assert "phases come to 3.2 % more than the time" in told and "unaccounted" not in told
+
+
 def _classes(count: int, name: str = "class {}") -> dict[str, Any]:
     names = [name.format(k) for k in range(count)]
     matrix = [[9 if i == j else (i + j) % 3 for j in range(count)] for i in range(count)]

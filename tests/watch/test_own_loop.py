@@ -191,6 +191,30 @@ def test_the_phases_of_a_step_sum_to_what_it_takes(monkeypatch: pytest.MonkeyPat
     assert found["time/other_ms"] >= 4
 
 
+class _LateLoader:
+    """Its workers take long to start, as where each imports PyTorch."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        time.sleep(0.05)
+        return iter([list(batch) for batch in _loader(32)])
+
+
+def test_the_start_of_the_workers_is_a_wait_for_data() -> None:
+    """It was before the wait began: with 16 workers half of the loop was nobody's."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop = OwnLoop("cpu", log=_log_nothing)
+    loop.watch(net, optimizer)
+    for _ in range(6):
+        for x, y in loop.iterate_batches(_LateLoader()):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    loop.close()
+    assert loop.done == 6
+    assert loop.summarize()["time/data_wait_ms"] > 40
+
+
 PHASES_OF_A_LOOP = ("data_wait", "forward", "backward", "optimizer", "other")
 
 
