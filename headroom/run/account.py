@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
+from operator import getitem
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -494,6 +495,10 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> Any:
+        # A copy, pickled or not, is that of the loader, and can be read where this project is not.
+        return getitem, ((self._loader,), 0)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # of a copy that is being made

@@ -6,10 +6,10 @@ from __future__ import annotations
 import getpass
 import json
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter, time
 from typing import Any
 
 import psutil
@@ -35,15 +35,15 @@ class RunClock:
     @property
     def began_at(self) -> float:
         """Unix time of the run's beginning, imports and servers left out."""
-        return time.time() - self._watch.compute_total_s()
+        return time() - self._watch.compute_total_s()
 
     def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the call returns; keep how long it took under its name."""
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             return call(*args, **kwargs)
         finally:
-            self.stages[f"time/{name}_s"] = time.perf_counter() - began
+            self.stages[f"time/{name}_s"] = perf_counter() - began
 
     def total_s(self) -> float:
         """Return the seconds of this start, those before it that were waited for included."""

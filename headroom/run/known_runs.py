@@ -11,12 +11,12 @@ import logging
 import math
 import os
 import pwd
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from time import time, time_ns
 from typing import Any
 from uuid import uuid4
 
@@ -94,7 +94,7 @@ class RunStart:
             with suppress(OSError):
                 spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
         return replace(
-            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
+            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time(), spent_s=spent_s
         )
 
 
@@ -141,7 +141,7 @@ def choose_made_at(runs: Path) -> float:
     It is the time, but where the clock was set back since the newest run was made.
     """
     newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
-    return max(time.time(), newest + 0.001)
+    return max(time(), newest + 0.001)
 
 
 def _read_made_at(folder: Path) -> float:
@@ -191,7 +191,7 @@ class Announcement:
         content = {"name": redact(name), "folder": str(folder), "pid": me.pid}
         self.live = LiveRun(**content, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
         self._place = leases.find_lease_folder()
-        self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
+        self._path = self._place / f"{time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
 
     def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
@@ -252,7 +252,7 @@ def find_left_files() -> list[Path]:
             about = path.lstat()
             # Between its making and its locking a new one is nobody's.
             is_left = path.suffix in (".run", ".ticket") or (
-                path.suffix == ".new" and time.time() - about.st_mtime > NEW_S
+                path.suffix == ".new" and time() - about.st_mtime > NEW_S
             )
             if is_left and about.st_uid == os.getuid() and not is_held(path):
                 files.append(path)
@@ -459,7 +459,7 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         peaks += [value for name, value in metrics.items() if name == PEAK]
     measured |= {RUN_PEAK: max(peaks)} if peaks else {}
     measured |= end
-    step, now_s = max((step for _, step, _ in newest), default=None), time.time()
+    step, now_s = max((step for _, step, _ in newest), default=None), time()
     so_far_s = now_s - start.began_at + start.spent_s
     return replace(
         run,

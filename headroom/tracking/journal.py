@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from time import monotonic, sleep, time
 from typing import Any, BinaryIO
 
 import orjson
@@ -310,7 +310,7 @@ class Journal:
         self._metrics: FileIO | None = None
         self.told = JournalSummary()  # before this process
         self._ms = 0  # of the newest line
-        self._now_ms, self._now_at = 0, time.monotonic()  # when that was written
+        self._now_ms, self._now_at = 0, monotonic()  # when that was written
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
         self._opening: dict[str, Any] | None = None  # the answer
@@ -400,7 +400,7 @@ class Journal:
             self._answer("open", OPEN_S)  # it has imported MLflow
             self._opening = self._answer_unless_away("open")
         is_away = "away" in (answer := self._opening or {})
-        order = {"start_ms": int(time.time() * 1000), **begin}
+        order = {"start_ms": int(time() * 1000), **begin}
         order["experiment"] = self._orders[0]["where"]["experiment"]
         order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
         try:
@@ -510,9 +510,9 @@ class Journal:
 
         Of a step that is told of twice MLflow shows the later one, and a clock may be set back.
         """
-        now_s = time.monotonic()
+        now_s = monotonic()
         passed_ms = int((now_s - self._now_at) * 1000)
-        self._now_ms = max(int(time.time() * 1000), self._now_ms + passed_ms)
+        self._now_ms = max(int(time() * 1000), self._now_ms + passed_ms)
         self._now_at = now_s
         self._ms = max(self._ms, self._now_ms - int(age_s * 1000))
         return self._ms
@@ -655,7 +655,7 @@ class Journal:
             self._note(ended if is_last else f"{ended}; it is started again")
             if is_last:
                 break
-            time.sleep(2**restarts - 1)
+            sleep(2**restarts - 1)
             if not self._replace_sender():
                 break
         self._histories.put(None)

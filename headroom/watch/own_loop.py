@@ -51,8 +51,11 @@ OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at mos
 # least what the first one loads.
 COUNT_SHARE = 0.01
 COUNT_STEPS, COUNT_PART_S, COUNT_FIRST_S = 15, 3e-4, 0.01
-# Their forward takes another way, with other rounding, where they have hooks.
-_HOOKED_OTHERWISE = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+# Their forward takes another way, with other rounding, where they have hooks, or takes none.
+_HOOKED_OTHERWISE = (
+    *(nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention),
+    torch.jit.ScriptModule,
+)
 
 
 log = logging.getLogger(__name__)
@@ -176,7 +179,12 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._tell(_describe_unwatched(thing))
             elif isinstance(thing, Optimizer):
                 thing = _unwrap(thing)
-                if all(thing is not watched for watched in self.optimizers):
+                if not _has_step_hooks(thing):
+                    self._tell(
+                        f"watch: {type(thing).__name__} was made without Optimizer.__init__, and "
+                        "has no hooks that could tell of its steps"
+                    )
+                elif all(thing is not watched for watched in self.optimizers):
                     self.optimizers.append(thing)
                     before, after = self._hook(self._begin_update), self._hook(self._end_update)
                     self._hooks.append(thing.register_step_pre_hook(before))
@@ -198,6 +206,8 @@ class OwnLoop(Guarded, raising=ASKED):
     def count_rows_of(self, model: nn.Module) -> None:
         """Count the rows that this model is given in training, where no batch tells of them."""
 
+        if isinstance(model, torch.jit.ScriptModule):
+            return
         before = self._hook(self._count_given)
         self._hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
@@ -598,10 +608,10 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def _count(self) -> None:
         """Count the memory of this step by owner, if it is due, and would not change it: compiled
-        code is not run below another's eyes."""
+        code is not run below another's eyes, and what torch.func makes has no memory to be seen."""
         if self.accounts.watched is not Watched.COUNTED or self._counting is not None:
             return
-        if has_compiled() or _get_current_dispatch_mode() is not None:
+        if has_compiled() or _is_transformed() or _get_current_dispatch_mode() is not None:
             self.accounts.phases.watched = Watched.TIMED
             self.accounts.phases.clock.begin(sample=True)
             return
@@ -661,9 +671,9 @@ class OwnLoop(Guarded, raising=ASKED):
         elif not self._named:
             self._mark(OTHER)
         self._passes += 1
-        if self.given is None and model is self.models[0]:
+        if self.given is None and model is self.models[0] and not _is_transformed():
             self._keep_given(given)
-        if self._batch is NO_BATCH:
+        if self._batch is NO_BATCH and not _is_transformed():
             self._note_batch(given)
             if self._counting is not None:
                 self.accounts.phases.accounts.ledger.own("batch", nested.find_tensors(given))
@@ -674,7 +684,7 @@ class OwnLoop(Guarded, raising=ASKED):
             return
         if not self._named:
             self._mark("forward")
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or _is_transformed():
             return
         self._forward_by = "a hook"
         for tensor in islice(nested.find_tensors(output), OUTPUTS):
@@ -757,7 +767,21 @@ def list_optimizers(*things: Any) -> list[Optimizer]:
 def _unwrap(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # accelerate and Lightning wrap it
+    while not _has_step_hooks(optimizer):  # nor any other thing that PyTorch makes of one
+        within = [thing for thing in vars(optimizer).values() if isinstance(thing, Optimizer)]
+        if len(within) != 1:
+            break
+        optimizer = within[0]
     return optimizer
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func is at work here."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check_watched(*things: Any) -> None:
@@ -796,14 +820,23 @@ def find_device(device: Any, things: Iterable[Any]) -> tuple[str, str]:
     its models are, else where new tensors of this process go."""
     if device is not None:
         return _name_device(torch.device(device)), "as the account was asked for"
+    is_unmade = False  # of the meta device, where nothing is computed
     for thing in _flatten(things):
         if isinstance(thing, nn.Module):
             for tensor in (*thing.parameters(), *thing.buffers()):
-                return _name_device(tensor.device), "where the model is"
+                is_unmade |= tensor.is_meta
+                if not tensor.is_meta:
+                    return _name_device(tensor.device), "where the model is"
         if isinstance(thing, Optimizer):
             for tensor in _list_params(thing.param_groups):
-                return _name_device(tensor.device), "where the parameters are"
-    return _name_device(torch.get_default_device()), "the default device of PyTorch here"
+                is_unmade |= tensor.is_meta
+                if not tensor.is_meta:
+                    return _name_device(tensor.device), "where the parameters are"
+    default = torch.get_default_device()
+    if is_unmade or default.type == "meta":
+        best = torch.accelerator.current_accelerator(check_available=True)
+        return _name_device(best or torch.device("cpu")), "since the model is on no device yet"
+    return _name_device(default), "the default device of PyTorch here"
 
 
 def _name_device(device: torch.device) -> str:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -292,3 +293,23 @@ def test_no_thread_of_ours_is_alive_when_a_run_has_ended() -> None:
         pass
     assert {*threading.enumerate()} <= before
     assert logging.getLogger("headroom").handlers == handlers
+
+
+def test_a_clock_that_the_tests_of_a_loop_have_put_in_place_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readers: list[str] = []
+
+    def make_clock(name: str) -> Any:
+        known = getattr(time, name)
+
+        def read() -> Any:
+            readers.append(sys._getframe(1).f_globals["__name__"])
+            return known()
+
+        return read
+
+    for name in ("time", "time_ns", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, make_clock(name))
+    _play()
+    assert not [reader for reader in readers if reader.startswith("headroom.")]
