@@ -191,7 +191,7 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluator:
     """How outputs are evaluated. task: classification, multilabel, regression, tokens, or own: by
     the loss and the user's own metrics alone."""
@@ -211,6 +211,7 @@ class Evaluator:
     # Of the classification judged last; or none.
     cells: list[ConfusionCells] = field(default_factory=list)
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
+    batch: tuple[Any, Any] | None = None  # that is evaluated now, or was when that failed
 
     @property
     def told(self) -> ConfusionCells | None:
@@ -255,6 +256,7 @@ def evaluate(
             if rows == 1 or not may_read_less:
                 raise
             clear_frames(error)
+        evaluator.batch = None
         evaluator.micro.rows = -(-rows // 2)
         log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
 
@@ -266,7 +268,8 @@ def _evaluate_rows(
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
-    for x, y in batches.iterate_in_order(rows_at_once):
+    for evaluator.batch in batches.iterate_in_order(rows_at_once):
+        x, y = evaluator.batch
         with evaluator.phases.count_memory_once("eval", (x, y)):
             batch = _sum_batch(forward, x, y, evaluator)
         values = batch.values
@@ -277,7 +280,8 @@ def _evaluate_rows(
         else:  # another rank's row, to keep the others company
             values = {name: torch.zeros_like(value) for name, value in values.items()}
         found.append(values)
-        del x, y, batch  # gone before the next ones come
+        del x, y, batch
+        evaluator.batch = None  # gone before the next one comes
         if len(found) == FOLDED:
             found = [_add_sums(found)]
     evaluator.phases.meter.end_phase("eval")

@@ -94,7 +94,8 @@ def fit_model(
             accounts.begin_epoch(epoch, step + 1)
             batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
-            for x, y in islice(sent, last_step - step):
+            for state.batch in islice(sent, last_step - step):
+                x, y = state.batch
                 optimizer.set_lr(state.rate(step))
                 checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
@@ -112,7 +113,8 @@ def fit_model(
                     take_step = state.choose_step()
                     if accounts.is_short_of_memory():
                         state.micro.ease("the allocator had to free its cache twice running")
-                del x, y  # gone before the next ones come
+                del x, y
+                state.batch = None  # gone before the next one comes
                 state.position = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
                     if eval_every is not None and step % eval_every == 0 and step < last_step:
@@ -200,19 +202,6 @@ def _send_batches(
     """Yield the same batches; one that finds no room has run out of memory at that step."""
     with name_oom_phase("sending", step=step):
         yield from batches
-
-
-def find_batch(error: BaseException) -> tuple[Any, Any]:
-    """Return the batch that was trained or evaluated on when the error was raised; (None,
-    None) where there was none."""
-    trace, found = error.__traceback__, (None, None)
-    while trace is not None:
-        # The name of one of ours: what a user calls x and y is no batch.
-        if trace.tb_frame.f_globals.get("__name__") in (__name__, evaluate.__module__):
-            here = trace.tb_frame.f_locals
-            found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
-        trace = trace.tb_next
-    return found
 
 
 class TimeBudget:

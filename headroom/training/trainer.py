@@ -36,7 +36,6 @@ from headroom.training.loop import (
     TimeBudget,
     TrainingResult,
     agree_on_stop,
-    find_batch,
     fit_model,
 )
 from headroom.training.micro_batches import MemoryExhausted, MicroBatches
@@ -147,6 +146,8 @@ def _fit_and_judge(
         mistake = _explain_mistake(error, state) if may_look else None
         if mistake is None:
             raise
+    finally:
+        state.take_batch()
     if mistake is not None:
         raise ModelError(mistake)
     assert exhausted is not None
@@ -287,5 +288,5 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 
 def _explain_mistake(error: Exception, state: TrainState) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
-    batch, step = find_batch(error), state.tuned.plain
+    batch, step = state.take_batch() or (None, None), state.tuned.plain
     return failed_step.explain_failure(error, state.model, batch, partial(step.forward, *batch))

@@ -16,7 +16,7 @@ from headroom.data.dataset_batches import draw_row_order, place_rows
 from headroom.settings.run_config import OptimConfig
 from headroom.training import loop, optim
 from headroom.training.evaluation import BestWeights, Evaluator, evaluate
-from headroom.training.loop import TrainingResult, find_batch
+from headroom.training.loop import TrainingResult
 from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import Schedule
@@ -531,17 +531,24 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
         raise ValueError("theirs")
 
     data = _data(40, seed=1)
-    with pytest.raises(ValueError) as trained:
-        fit_model(model, data, data, schedule=PLAN, tools=replace(tools, step=fails))
+    state = replace(tools, step=fails, train=data)
+    with pytest.raises(ValueError):
+        loop.fit_model(state, PLAN)
     first = draw_row_order(40, seed=0, epoch=0)[:16]
-    assert torch.equal(find_batch(trained.value)[0], data.x[first])
-    assert torch.equal(find_batch(trained.value)[1], data.y[first])
-    with pytest.raises(ValueError) as judged:
-        evaluate(model, data, replace(tools.evaluator, loss=judges))
-    assert torch.equal(find_batch(judged.value)[0], data.x)
-    with pytest.raises(ValueError) as neither:
-        judges(1, 2)
-    assert find_batch(neither.value) == (None, None)
+    x, y = state.take_batch()
+    assert torch.equal(x, data.x[first]) and torch.equal(y, data.y[first])
+    assert state.take_batch() is None, "nobody keeps it any longer"
+    evaluator = replace(tools.evaluator, loss=judges)
+    state = replace(tools, evaluator=evaluator)
+    with pytest.raises(ValueError):
+        evaluate(model, data, evaluator)
+    assert torch.equal(state.take_batch()[0], data.x) and state.take_batch() is None
+
+
+def test_no_batch_is_kept_once_its_step_or_its_evaluation_is_done() -> None:
+    state = _tools(_model(), lambda metrics, step: None)
+    loop.fit_model(state, PLAN)
+    assert state.batch is None and state.evaluator.batch is None
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 7])
