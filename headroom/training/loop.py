@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, islice
 from typing import Any
 
-from headroom.base.names import UNLOGGED
 from headroom.base.nested import count_rows
-from headroom.base.scores import ConfusionCells
+from headroom.base.scores import Evaluation
 from headroom.base.units import format_seconds
 from headroom.ranks.ranks import Ranks
 from headroom.settings.read_settings import ConfigError
@@ -52,9 +51,13 @@ class TrainingResult:
     rows: int  # trained on, each as often as it was
     stopped_early: bool
     stopped: str  # why it ended before it was done; empty: it is done
-    metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
-    cells: ConfusionCells | None = None  # of a classification, of the same weights
-    tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
+    evaluation: Evaluation  # of the weights that the model has: the best epoch's, or the last
+    tested: Evaluation | None = None  # on the rows that were put aside
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of both evaluations."""
+        return {**self.evaluation.metrics, **(self.tested.metrics if self.tested else {})}
 
 
 def fit_model(
@@ -68,7 +71,7 @@ def fit_model(
     """
     model, train, accounts, best = state.model, state.train, state.accounts, state.best
     checkpoints, optimizer = state.checkpoints, state.optimizer
-    metrics: dict[str, float] = {}
+    evaluation = Evaluation()
     of_epoch = train.count_steps(schedule.batch_size)
     last_step = schedule.count_steps(of_epoch)
     accounts.begin_training(LoopFacts(last_step, schedule.log_every, state.rate, state.speeds))
@@ -119,7 +122,7 @@ def fit_model(
                 if batch < of_epoch:  # else it is judged first
                     if eval_every is not None and step % eval_every == 0 and step < last_step:
                         accounts.end_epoch()
-                        metrics = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
+                        evaluation = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
                         stopped_early = 0 < schedule.patience <= best.waited
                         if stopped_early:
                             break
@@ -136,7 +139,7 @@ def fit_model(
             if stop is not None:
                 break
             if not stopped_early:  # within the epoch
-                metrics = _judge_weights(state, epoch + 1.0)
+                evaluation = _judge_weights(state, epoch + 1.0)
                 is_enough = 0 < schedule.patience <= best.waited
                 stopped_early = is_enough and step < last_step
                 state.position = TrainingPosition(step, epoch + 1, 0, rows)
@@ -149,26 +152,24 @@ def fit_model(
             if stop is not None:
                 break
         optimizer.swap_averages()  # what is logged
-        if not metrics and not best.has_weights:  # ended before an evaluation was
-            metrics = evaluate(model, state.val, state.evaluator)
+        if not evaluation.metrics and not best.has_weights:  # ended before an evaluation was
+            evaluation = evaluate(model, state.val, state.evaluator)
     ended = stop.reason if stop is not None else ""
-    cells = best.cells if best.has_weights else state.evaluator.told
-    metrics = best.restore_best(model, metrics)
-    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
+    evaluation = best.restore_best(model, evaluation)
+    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, evaluation)
 
 
-def _judge_weights(state: TrainState, epoch: float) -> dict[str, float]:
-    """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
+def _judge_weights(state: TrainState, epoch: float) -> Evaluation:
+    """Return an evaluation, whose metrics are logged; epoch: how many are done."""
     with state.optimizer.use_averages():
-        metrics = evaluate(state.model, state.val, state.evaluator)
+        evaluation = evaluate(state.model, state.val, state.evaluator)
     state.accounts.lap("eval")
-    logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
-    state.accounts.log({**logged, "train/epoch": epoch}, state.position.step)
+    state.accounts.log({**evaluation.metrics, "train/epoch": epoch}, state.position.step)
     state.accounts.lap("log")
-    state.best.record(metrics, epoch, cells=state.evaluator.told)
+    state.best.record(evaluation, epoch)
     if isinstance(state.rate, Plateau):
-        state.rate.record(metrics)
-    return metrics
+        state.rate.record(evaluation.metrics)
+    return evaluation
 
 
 def _keep_weights(state: TrainState) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import forecast as benchmark
 from headroom.base.facts import DataFacts, DeviceFacts
+from headroom.base.scores import Evaluation
 from headroom.data.dataset_batches import place_rows
 from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.device.detection import detect_best_device
@@ -100,7 +101,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         ledger.own("data", (*rows.list_tensors(), *val.list_tensors()))
         best = BestWeights(keeps=plan.keeps_best)
-        best.record({"val/loss": 0.0}, 1)
+        best.record(Evaluation({"val/loss": 0.0}), 1)
         best.keep(model)
         step = build.make_step(
             plan,

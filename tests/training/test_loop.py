@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from headroom.base.scores import Evaluation
 from headroom.data.dataloaders import LoaderBatches
 from headroom.data.dataset_batches import draw_row_order, place_rows
 from headroom.settings.run_config import OptimConfig
@@ -210,12 +211,11 @@ def test_patience_stops_and_keeps_the_best_weights() -> None:
     assert fitted.stopped_early and fitted.epochs == len(losses) < 60
     assert losses.index(min(losses)) == len(losses) - 3
     assert fitted.metrics["val/loss"] == min(losses)
-    again = evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)
-    assert again["val/loss"] == pytest.approx(min(losses))
+    assert _judged_again(model) == pytest.approx(min(losses))
 
 
 def _judged_again(model: nn.Module) -> float:
-    return evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)["val/loss"]
+    return evaluate(model, _data(40, seed=2), _tools(model, None).evaluator).metrics["val/loss"]
 
 
 def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for() -> None:
@@ -236,16 +236,16 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
     model, best = _model(), BestWeights()
-    best.record({"val/loss": 2.0}, 1)
+    best.record(Evaluation({"val/loss": 2.0}), 1)
     best.keep(model)
     (kept, *_) = best.iterate_kept()
     first = kept.clone()
     with torch.no_grad():
         model[0].weight += 1
-    best.record({"val/loss": 3.0}, 2)
+    best.record(Evaluation({"val/loss": 3.0}), 2)
     best.keep(model)  # worse: nothing is copied
     assert torch.equal(kept, first)
-    best.record({"val/loss": 1.0}, 3)
+    best.record(Evaluation({"val/loss": 1.0}), 3)
     best.keep(model)
     assert torch.equal(kept, first + 1) and next(best.iterate_kept()) is kept
     one = BestWeights()
@@ -256,25 +256,26 @@ def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> None:
     model, best = _model(), BestWeights()
-    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
+    assert best.restore_best(model, Evaluation({"val/loss": bad})).metrics == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
-        best.record({"val/loss": loss}, epoch)
+        best.record(Evaluation({"val/loss": loss}), epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
     assert best.waited == 2
-    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
+    found = best.restore_best(model, Evaluation({"val/loss": bad}))
+    assert found.metrics == {"val/loss": 2.0, "train/best_epoch": 2}
     assert (model[0].weight == 1).all()
 
 
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
     model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
-    best.record({"val/loss": 1.0}, 1)
+    best.record(Evaluation({"val/loss": 1.0}), 1)
     best.keep(model)
     model.seen = torch.zeros(5)
-    best.record({"val/loss": 2.0}, 2)
-    best.restore_best(model, {})
+    best.record(Evaluation({"val/loss": 2.0}), 2)
+    best.restore_best(model, Evaluation())
     assert model.seen.tolist() == [1, 1]
 
 
@@ -314,7 +315,7 @@ def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> N
     model.train()
     tools = _tools(model, None)
     both = [evaluate(model, _data(40, seed=2), tools.evaluator) for _ in range(2)]
-    assert both[0] == both[1]
+    assert both[0].metrics == both[1].metrics
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -479,12 +480,12 @@ def test_an_allocator_that_had_to_free_its_cache_is_asked_for_less_at_log_points
     assert eased == ["the allocator had to free its cache twice running"] * 3  # steps 4, 8, 9
 
 
-def test_the_same_answer_to_all_rows_is_kept_with_the_metrics_and_not_logged() -> None:
+def test_the_same_answer_to_all_rows_is_kept_beside_the_metrics() -> None:
     model = nn.Sequential(nn.Linear(6, 2))
     nn.init.zeros_(model[0].weight)
     fitted, logged = _fit(model, replace(PLAN, epochs=1), lr=0.0)
-    assert fitted.metrics["alike"] == 1.0
-    assert not any("alike" in metrics for _, metrics in logged)
+    assert fitted.evaluation.is_constant
+    assert all(name.startswith(("val/", "train/")) for name in fitted.metrics)
 
 
 @pytest.mark.parametrize(

@@ -564,7 +564,7 @@ def _figures(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int
     evaluator = Evaluator(
         task, loss, nullcontext, SingleAttempt(rows), _Unwatched(), metrics=metrics or {}
     )
-    return evaluate(nn.Identity(), _Kept(*batches), evaluator)
+    return evaluate(nn.Identity(), _Kept(*batches), evaluator).metrics
 
 
 @pytest.mark.parametrize("rows", [100, 1])
