@@ -24,6 +24,7 @@ from headroom.base.facts import DataFacts
 from headroom.base.names import TOP_OF
 from headroom.base.nested import get_local_part, shard_like
 from headroom.base.scores import ConfusionCells, Evaluation, KeptRows, shrink_classes
+from headroom.data.batch import Batch
 from headroom.data.batches import Batches
 from headroom.models.user_model import BuiltinForward, Forward
 from headroom.ranks.ranks import Ranks
@@ -208,7 +209,7 @@ class Evaluator:
     to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
-    batch: tuple[Any, Any] | None = None  # that is evaluated now, or was when that failed
+    batch: Batch | None = None  # that is evaluated now, or was when that failed
 
 
 @dataclass(frozen=True)
@@ -261,19 +262,19 @@ def _evaluate_rows(
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
-    for evaluator.batch in batches.iterate_in_order(rows_at_once):
-        x, y = evaluator.batch
-        with evaluator.phases.count_memory_once("eval", (x, y)):
-            batch = _sum_batch(forward, x, y, evaluator)
-        values = batch.values
-        if batches.weight:
-            rows += nested.count_rows(y)
-            for outputs, targets in batch.pairs:
+    for batch in batches.iterate_in_order(rows_at_once):
+        evaluator.batch = batch
+        with evaluator.phases.count_memory_once("eval", batch):
+            sums_of_batch = _sum_batch(forward, batch, evaluator)
+        values = sums_of_batch.values
+        if batch.weight:
+            rows += nested.count_rows(batch.y)
+            for outputs, targets in sums_of_batch.pairs:
                 kept.add(outputs, targets)
         else:  # another rank's row, to keep the others company
             values = {name: torch.zeros_like(value) for name, value in values.items()}
         found.append(values)
-        del x, y, batch
+        del batch, sums_of_batch
         evaluator.batch = None  # gone before the next one comes
         if len(found) == FOLDED:
             found = [_add_sums(found)]
@@ -349,11 +350,12 @@ def _gather_all_ranks(
     return (torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept])) if kept else None
 
 
-def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
-    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), (x, y))
+def _sum_batch(forward: Forward, batch: Batch, evaluator: Evaluator) -> _BatchSums:
+    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), batch)
 
 
-def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
+def _sum_in_parts(forward: Forward, evaluator: Evaluator, batch: Batch, rows: int) -> _BatchSums:
+    x, y = batch.x, batch.y
     parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
     sums = []
     # No comprehension, which is a closure: see micro_batches.MicroBatching.fit.

@@ -12,11 +12,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, islice
-from typing import Any
 
-from headroom.base.nested import count_rows
 from headroom.base.scores import Evaluation
 from headroom.base.units import format_seconds
+from headroom.data.batch import Batch
 from headroom.ranks.ranks import Ranks
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
@@ -91,38 +90,37 @@ def fit_model(
     with name_oom_phase("training", step=lambda: step):
         for epoch in range(begin.epoch, 0 if is_done else schedule.epochs):
             model.train()
-            batch = 0 if train.begins_again else state.position.batch
-            order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            done = 0 if train.begins_again else state.position.batch
+            order = train.draw_order(seed=schedule.seed, epoch=epoch)[done * schedule.batch_size :]
             take_step = state.choose_step()
             accounts.begin_epoch(epoch, step + 1)
             batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
-            for state.batch in islice(sent, last_step - step):
-                x, y = state.batch
+            for batch in islice(sent, last_step - step):
+                state.batch = batch
                 optimizer.set_lr(state.rate(step))
                 checkpoints.let_go_on()
-                step, batch = step + 1, batch + 1
+                step, done = step + 1, done + 1
                 is_read = accounts.is_log_point
-                with accounts.count_step((x, y)):
-                    outcome = take_step(x, y, norm=is_read, watched=accounts.watched)
-                step_rows = train.rows_of_whole or count_rows(y)
-                rows += step_rows
-                sums = sum_rows(x, y) if is_summed else ()
+                with accounts.count_step(batch):
+                    outcome = take_step(batch, norm=is_read, watched=accounts.watched)
+                rows += batch.rows
+                sums = sum_rows(batch.x, batch.y) if is_summed else ()
                 is_blamed = sums or state.outputs
                 nan_origin = NanOrigin(sums, tuple(state.outputs)) if is_blamed else NO_ORIGIN
-                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
+                accounts.end_step(step, *outcome, rows=batch.rows, blame=nan_origin.find_blame)
                 state.outputs.clear()
                 if is_read:
                     take_step = state.choose_step()
                     if accounts.is_short_of_memory():
                         state.micro.ease("the allocator had to free its cache twice running")
-                del x, y
+                del batch
                 state.batch = None  # gone before the next one comes
-                state.position = TrainingPosition(step, epoch, batch, rows)
-                if batch < of_epoch:  # else it is judged first
+                state.position = TrainingPosition(step, epoch, done, rows)
+                if done < of_epoch:  # else it is judged first
                     if eval_every is not None and step % eval_every == 0 and step < last_step:
                         accounts.end_epoch()
-                        evaluation = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
+                        evaluation = _judge_weights(state, epoch + done / min(of_epoch, last_step))
                         stopped_early = 0 < schedule.patience <= best.waited
                         if stopped_early:
                             break
@@ -198,8 +196,8 @@ def _handle_stop(state: TrainState, check_stop: StopCheck) -> StopRequest | None
 
 
 def _send_batches(
-    batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
-) -> Generator[Any, None, None]:
+    batches: Iterator[Batch], *, step: Callable[[], int]
+) -> Generator[Batch, None, None]:
     """Yield the same batches; one that finds no room has run out of memory at that step."""
     with name_oom_phase("sending", step=step):
         yield from batches

@@ -283,5 +283,6 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 
 def _explain_mistake(error: Exception, state: TrainState) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
-    batch, step = state.take_batch() or (None, None), state.tuned.plain
-    return failed_step.explain_failure(error, state.model, batch, partial(step.forward, *batch))
+    batch, step = state.take_batch(), state.tuned.plain
+    rows = (None, None) if batch is None else (batch.x, batch.y)
+    return failed_step.explain_failure(error, state.model, rows, partial(step.forward, *rows))

@@ -38,7 +38,7 @@ class _Parts(SingleAttempt):
     """As many rows are read as given, and two of them at once go through the model."""
 
     def fit(self, attempt, batch):
-        return attempt(*batch, 2)
+        return attempt(batch, 2)
 
 
 def _evaluated(
@@ -275,7 +275,7 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
 
     class Narrow:
         def __init__(self) -> None:
-            self.residency, self.weight = residency, 1.0
+            self.residency = residency
 
         def __len__(self) -> int:
             return len(batches)

@@ -343,7 +343,6 @@ class _Narrow:
     """Rows from the host, of which a device takes only so many at once, one batch at a time."""
 
     residency, copy_s, begins_again = "host", None, False
-    weight, rows_of_whole = 1.0, None
 
     def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
         self._rows, self._most, self._from = _data(rows, seed=2), most, from_step
@@ -367,11 +366,11 @@ class _Narrow:
 
     def _sent(self, batch):
         assert not any(part() is not None for part in self.last), "the batch before is still there"
-        if len(batch[1]) > self._most and len(self.given) + 1 >= self._from:
+        if batch.rows > self._most and len(self.given) + 1 >= self._from:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-        batch = tuple(part.clone() for part in batch)
-        self.last = tuple(map(weakref.ref, batch))
-        self.given.append(len(batch[1]))
+        batch = batch._replace(x=batch.x.clone(), y=batch.y.clone())
+        self.last = weakref.ref(batch.x), weakref.ref(batch.y)
+        self.given.append(batch.rows)
         return batch
 
 
@@ -421,13 +420,13 @@ def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
     model = _model()
     tools, calls = _tools(model, lambda metrics, step: None), []
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         calls.append(1)
         if len(calls) == 5:
             raise MemoryExhausted(
                 MemoryFailure("CUDA error: out of memory", "optimizer", tried=(4, 2))
             )
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     with pytest.raises(MemoryExhausted) as ended:
         fit_model(
@@ -447,9 +446,9 @@ def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) ->
     model, rates, norms, begun = _model(), [], [], []
     tools = _tools(model, lambda metrics, step: None)
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         norms.append(norm)
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     def begin(step, *, is_log_point):
         begun.append((step, is_log_point))
@@ -506,10 +505,10 @@ def test_the_seconds_of_a_training_have_names() -> None:
     model, slept = _model(), []
     tools = _tools(model, lambda metrics, step: None)
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         if not slept:
             slept.append(time.sleep(0.3))
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     made = replace(tools, step=step)
     fit_model(
@@ -524,7 +523,7 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
     model = _model()
     tools = _tools(model, lambda metrics, step: None)
 
-    def fails(x, y, *, norm, watched):
+    def fails(batch, *, norm, watched):
         raise ValueError("theirs")
 
     def judges(outputs, y):
@@ -536,7 +535,7 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
     with pytest.raises(ValueError):
         loop.fit_model(state, PLAN)
     first = draw_row_order(40, seed=0, epoch=0)[:16]
-    x, y = state.take_batch()
+    x, y, *_ = state.take_batch()
     assert torch.equal(x, data.x[first]) and torch.equal(y, data.y[first])
     assert state.take_batch() is None, "nobody keeps it any longer"
     evaluator = replace(tools.evaluator, loss=judges)

@@ -66,9 +66,9 @@ def kept_by(plan=PLAN, *, begin=START, stops=(), best=None, train=None, lr: floa
     tools = _tools(model, lambda metrics, step: None, lr=lr, best=best)
     asked = iter([*stops, *[None] * 100])
 
-    def step(x, y, *, norm, watched):
-        seen.append(x.clone())
-        return tools.step(x, y, norm=norm, watched=watched)
+    def step(batch, *, norm, watched):
+        seen.append(batch.x.clone())
+        return tools.step(batch, norm=norm, watched=watched)
 
     made = replace(tools, step=step, checkpoints=kept)
     fitted: TrainingResult = fit_model(
