@@ -593,16 +593,16 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_rows(targets: Any) -> int:
-    """Return the rows of the targets: of a list of dicts, or of the first tensor in them."""
+    """Return the rows of the targets, 1 where they are single numbers."""
     if nested.is_list_of_rows(targets):
         return len(targets)
-    first = next(nested.find_tensors(targets), None)
-    if first is None:
+    dimensions = [tensor.dim() for tensor in nested.find_tensors(targets)]
+    if not dimensions:
         raise DataError(
             "data.source: the targets of a batch must be a tensor, or hold one "
             f"(got {_describe_type(targets)}); return tensors from the data set or collate_fn"
         )
-    return len(first) if first.dim() else 1
+    return nested.count_rows(targets) if any(dimensions) else 1
 
 
 def _describe_type(targets: Any) -> str:

@@ -43,7 +43,7 @@ class GraphedStep:
         self._warm = 0
         self.replays = 0
         self._replay: Callable[[], None] | None = None
-        self._batch = NO_BATCH
+        self._batch = NO_BATCH  # in whose memory a replay reads
         self._outcome = StepOutcome(torch.empty(0), None)
         self._grads: list[Tensor | None] = []
 

@@ -46,6 +46,14 @@ def test_batches_are_the_loaders_own() -> None:
     assert torch.equal(torch.cat([y for _, y, *_ in fed.iterate_in_order(5)]), torch.arange(20))
 
 
+def test_a_batch_has_the_rows_of_the_targets_that_have_some() -> None:
+    """Story: a single number that stood first among them made it one row."""
+    scaled = [(torch.zeros(8, 2), {"scale": torch.tensor(2.0), "of": torch.zeros(8)})]
+    fed = LoaderBatches(DataLoader(scaled, batch_size=1, collate_fn=lambda rows: rows[0]), CPU)
+    assert [(batch.rows, batch.weight) for batch in fed.iterate_in_order(1)] == [(8, 1.0)]
+    assert len(fed) == 8
+
+
 @pytest.mark.parametrize(("drop_last", "count"), [(False, 20), (True, 16)])
 def test_rows_of_an_epoch_are_those_that_come(drop_last: bool, count: int) -> None:
     fed = LoaderBatches(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
