@@ -181,4 +181,4 @@ def test_a_loaders_pinned_batches_are_moved() -> None:
     found = list(fed.iterate_shuffled(1, torch.arange(0), marks.append))
     assert marks == ["data_wait", "h2d"] * 3 and fed.reason.endswith("this process, pinned")
     assert torch.equal(torch.cat([y for _, y, *_ in found]).cpu(), torch.arange(20))
-    assert {x.device for x, _ in found} == {GPU}
+    assert {batch.x.device for batch in found} == {GPU}
