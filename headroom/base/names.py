@@ -879,14 +879,6 @@ PARAM_GROUPS = (
     ParamGroup("run", "what it is called"),
 )
 
-# Beside the scores of an evaluation, for the warnings about it, and logged nowhere. Of amounts:
-# the error that the best single answer would have, where the model's is not smaller beyond chance.
-MEAN, MEDIAN = "as the mean", "as the median"
-ALIKE = "alike"  # of an evaluation that gave every row the same answer
-BY_CHANCE = "by chance"  # of one whose classes have nothing to do with those of the rows
-R2_ERROR = "error of r2"  # its standard error
-UNLOGGED = (ALIKE, MEAN, MEDIAN, BY_CHANCE, R2_ERROR)
-
 
 def is_family(name: str) -> bool:
     """Return whether this is the name of a row that stands for many."""
@@ -953,7 +945,7 @@ def list_scores(task: str) -> list[str]:
 
 def is_taken(score: str) -> bool:
     """Return whether a metric of the user's own, val/SCORE, would take the place of another."""
-    return score in UNLOGGED or (not is_family(score) and f"val/{score}" in _BY_NAME)
+    return not is_family(score) and f"val/{score}" in _BY_NAME
 
 
 def make_markdown_tables() -> dict[str, str]:

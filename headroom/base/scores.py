@@ -9,15 +9,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from headroom.base.names import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
 
 Figures = dict[str, float]
 CHANCE_T = 1.645  # one side, 5 %
@@ -52,6 +50,22 @@ class ConfusionCells:
         else:
             place, counts = np.unique(place, return_counts=True)
         return cls(np.stack([place // width, place % width, counts]))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation of a model has come to: its metrics, under the names of the record, and
+    what is logged nowhere, but that warnings are made of."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    cells: ConfusionCells | None = None  # of a classification
+    is_constant: bool = False  # every row was given the same answer, of more than one row
+    is_by_chance: bool = False  # the predicted classes have nothing to do with those of the rows
+    r2_error: float | None = None  # the standard error of R2
+    # Of amounts, the errors of the best constant prediction, the mean or the median of the training
+    # rows, where the model's is not smaller beyond chance.
+    mean_rmse: float | None = None
+    median_mae: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,14 +112,14 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     }
 
 
-def find_chance(cells: ConfusionCells) -> Figures:
-    """Return BY_CHANCE where the predictions have nothing to do with the classes: where their
-    balanced accuracy is not above that of the same ones in a random order, at 5 %.
+def is_by_chance(cells: ConfusionCells) -> bool:
+    """Return whether the predictions have nothing to do with the classes: whether their balanced
+    accuracy is not above that of the same ones in a random order, at 5 %.
 
     By the mean and variance over all orders (Hoeffding 1951), of the sum of the recalls.
     """
     if not cells.table.size:
-        return {}
+        return False
     so, told, _ = cells.table
     classes = np.union1d(so, told)
     by_class = compute_scores_by_class(cells)
@@ -113,7 +127,7 @@ def find_chance(cells: ConfusionCells) -> Figures:
     given = np.bincount(np.searchsorted(classes, told), cells.table[2], len(classes))
     total = rows.sum()
     if total < 2:
-        return {BY_CHANCE: 1.0}
+        return True
     is_there = rows > 0
     each = np.divide(1.0, rows, out=np.zeros_like(rows), where=is_there)
     # Of a row of class k and a prediction p the term is each[k] where they are the same, else 0.
@@ -129,7 +143,7 @@ def find_chance(cells: ConfusionCells) -> Figures:
     diagonal = (rows * given) @ ((each + other) ** 2 - other**2)
     spread = math.sqrt(max(0.0, float(everywhere + diagonal)) / (total - 1))
     gained = float((by_class.recall * is_there).sum()) - total * mean
-    return {} if gained > CHANCE_T * spread + 1e-9 else {BY_CHANCE: 1.0}
+    return gained <= CHANCE_T * spread + 1e-9
 
 
 def compute_label_scores(logits: np.ndarray, labels: np.ndarray) -> Figures:
@@ -190,46 +204,46 @@ def compute_percentage_error(outputs: np.ndarray, targets: np.ndarray) -> Figure
     return {"mape": 100 * float(np.abs((outputs - targets) / targets).mean())}
 
 
-def compute_r2_error(outputs: np.ndarray, targets: np.ndarray) -> Figures:
-    """Return R2_ERROR, the standard error of R2 over independent rows, by its linearization.
-    outputs, targets: (rows, targets)."""
+def compute_r2_error(outputs: np.ndarray, targets: np.ndarray) -> float | None:
+    """Return the standard error of R2 over independent rows, by its linearization; None where it
+    is not defined. outputs, targets: (rows, targets)."""
     if outputs.shape != targets.shape or len(targets) < 3 or not np.isfinite(outputs).all():
-        return {}
+        return None
     errors = np.square(outputs - targets).sum(1)
     spread = np.square(targets - targets.mean(0)).sum(1)
     if not spread.any():
-        return {}
+        return None
     left = errors.sum() / spread.sum()
     influence = (errors - left * spread) / spread.mean()
-    return {R2_ERROR: float(influence.std(ddof=1) / np.sqrt(len(targets)))}
+    return float(influence.std(ddof=1) / np.sqrt(len(targets)))
 
 
 def compute_constant_baseline(
     outputs: np.ndarray,
     targets: np.ndarray,
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None,
-) -> Figures:
-    """Return the errors of the best constant prediction where the model's are not smaller beyond
-    chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the mean absolute
+) -> tuple[float | None, float | None]:
+    """Return the errors of the best constant prediction, each None where the model's is smaller
+    beyond chance: the root mean squared error of the training rows' mean, and the mean absolute
     error of their median. outputs, targets: (rows, 1); several targets give nothing.
 
     Beyond chance: by a t-test of the differences row by row, on one side, at 5 %, or where a few
     rows are most of the error, by a sign test, which counts the rows that the model is nearer to.
     """
     if guess is None or outputs.shape != targets.shape or targets.shape[1] != 1:
-        return {}
+        return None, None
     if len(targets) < 2 or not np.isfinite(outputs).all():
-        return {}
-    scores = {}
-    for name, (answer,), power in ((MEAN, guess[0], 2), (MEDIAN, guess[1], 1)):
+        return None, None
+    baseline: list[float | None] = []
+    for (answer,), power in ((guess[0], 2), (guess[1], 1)):
         errors = np.abs(targets - answer) ** power
         gained = errors - np.abs(targets - outputs) ** power
         least = CHANCE_T / np.sqrt(len(gained))
         is_more = gained.mean() > least * gained.std(ddof=1)
         is_nearer = gained.mean() > 0 and (gained > 0).mean() - 0.5 > least / 2
-        if not (is_more or is_nearer):
-            scores[name] = float(errors.mean() ** (1 / power))
-    return scores
+        is_better = is_more or is_nearer
+        baseline.append(None if is_better else float(errors.mean() ** (1 / power)))
+    return baseline[0], baseline[1]
 
 
 SCORES_FOLDER = "scores"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headroom.data.batch import Batch
 from headroom.data.dataloaders import BatchShare, LoaderBatches
 from headroom.data.dataset_batches import ResidentBatches, StreamedBatches, make_ranges
 from headroom.data.prefetch import Mark
@@ -35,15 +36,6 @@ class Batches(Protocol):
         theirs shows it."""
 
     @property
-    def weight(self) -> float:
-        """Return how much the last batch counts in the mean over all ranks: its rows here times the
-        ranks, divided by those of the whole batch; 1 for a process that trains alone."""
-
-    @property
-    def rows_of_whole(self) -> int | None:
-        """Return the rows of the last batch on all ranks together; None: those that came."""
-
-    @property
     def begins_again(self) -> bool:
         """Return whether the epoch that a checkpoint was taken in is repeated from its start."""
 
@@ -63,16 +55,14 @@ class Batches(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken."""
 
-    def iterate_shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[Batch]:
         """Yield batches in the given order of rows (int64, on the host); `mark` ends data_wait
         and h2d.
 
         A batch is valid until the next one is asked for, which may come in the same memory.
         """
 
-    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[Batch]:
         """Yield batches in the order of the rows; each may be kept."""
 
     def list_tensors(self) -> tuple[Tensor, ...]:
@@ -86,17 +76,12 @@ class Batches(Protocol):
 
 
 class RankShare:
-    """Batches of which this rank gets its part; a loader gives no other by itself.
-
-    After each batch, `rows_of_whole` is how many the whole batch has, and `weight` what a mean
-    over this part counts for in the mean over the ranks: 0 where a row only fills in for none.
-    """
+    """Batches of which this rank gets its part; a loader gives no other by itself."""
 
     def __init__(
         self, batches: ResidentBatches | StreamedBatches | LoaderBatches, *, rank: int, size: int
     ) -> None:
         self.whole = batches
-        self.weight, self.rows_of_whole = 1.0, 0
         self._share = BatchShare(rank, size)
         self.residency = batches.residency
         self.reason = f"{batches.reason}; part {rank + 1} of {size} of each batch"
@@ -120,39 +105,31 @@ class RankShare:
         """Rows of one epoch, those of the other ranks with them."""
         return len(self.whole)
 
-    def iterate_shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[Batch]:
         """Yield this rank's part of each batch: batch_size and order are those of all ranks."""
         if isinstance(self.whole, LoaderBatches):
-            return self._weigh_loaded(self.whole.iterate_shuffled(batch_size, order, mark))
+            return self._weigh_batches(self.whole.iterate_shuffled(batch_size, order, mark))
         chunks = order.split(batch_size)
         parts = [chunk[self._share.find_slice(len(chunk))] for chunk in chunks]
         # All but the last are of one size, as the whole batches are, and the last is no larger.
         batches = self.whole.iterate_shuffled(len(parts[0]), torch.cat(parts), mark)
         return self._weigh_batches(batches, map(len, chunks))
 
-    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's part of each batch, in file order; as many on every rank."""
         if isinstance(self.whole, LoaderBatches):
-            return self._weigh_loaded(self.whole.iterate_in_order(batch_size))
+            return self._weigh_batches(self.whole.iterate_in_order(batch_size))
         wholes = make_ranges(len(self.whole), batch_size)
         parts = [rows[self._share.find_slice(len(rows))] for rows in wholes]
         return self._weigh_batches(self.whole.iterate_ranges(parts), map(len, wholes))
 
-    def _weigh_loaded(self, found: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        assert isinstance(self.whole, LoaderBatches)
-        loaded = self.whole
-        return self._weigh_batches(found, iter(lambda: loaded.batch_rows, -1))
-
     def _weigh_batches(
-        self, found: Iterator[tuple[Any, Any]], rows: Iterator[int]
-    ) -> Iterator[tuple[Any, Any]]:
-        """Yield the same, with what is said of each; rows: of each whole batch, asked for after
-        it came, since batches may be read ahead."""
-        with closing(found):  # type: ignore[type-var]
-            for batch in found:
-                self.rows_of_whole = next(rows)
-                self.weight = self._share.compute_weight(self.rows_of_whole)
-                yield batch
+        self, batches: Iterator[Batch], wholes: Iterator[int] | None = None
+    ) -> Iterator[Batch]:
+        """Yield the same with their weights; wholes: the rows of each whole batch, None where the
+        batches say that themselves."""
+        with closing(batches):  # type: ignore[type-var]
+            for batch in batches:
+                rows = batch.rows if wholes is None else next(wholes)
+                yield Batch(batch.x, batch.y, rows, self._share.compute_weight(rows))
                 del batch  # gone before the next one comes

@@ -36,6 +36,7 @@ from headroom.base import nested
 from headroom.base.import_paths import describe_error, get_error_message
 from headroom.base.raw_inputs import LABELS
 from headroom.base.units import format_mebibytes
+from headroom.data.batch import Batch
 from headroom.data.prefetch import Mark
 from headroom.data.source_data import DataError
 from headroom.watch.out_of_memory import is_oom
@@ -313,7 +314,6 @@ class LoaderBatches:
 
     residency = "loader"
     begins_again = False
-    weight, rows_of_whole = 1.0, None
     copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
 
     def __init__(
@@ -326,7 +326,6 @@ class LoaderBatches:
         """look: at the targets of each batch, on the host."""
         self._loader, self._device, self._look = loader, device, look
         self._done = 0  # batches of the epoch
-        self.batch_rows = 0  # of the batch given last, those of the other ranks with them
         self.has_targets = True  # of the batch given last: from the loader, no numbers of rows
         self._random: Tensor | None = None  # numbers to draw from, once the loader iterates
         self._batches = _count_batches(loader)
@@ -352,13 +351,11 @@ class LoaderBatches:
         """Return no order: the loader has its own."""
         return torch.empty(0, dtype=torch.int64)
 
-    def iterate_shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[Batch]:
         """Yield the loader's batches in its own order and of its own size."""
         return self._read(mark)
 
-    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[Batch]:
         return self._read(lambda phase: None)
 
     def state(self) -> dict[str, Any]:
@@ -404,7 +401,7 @@ class LoaderBatches:
             kept._shutdown_workers()
             self._loader._iterator = None
 
-    def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
+    def _read(self, mark: Mark) -> Iterator[Batch]:
         # Held by this frame alone: worker processes end with the iterator.
         batches = _explain_errors(iter(self._loader))
         _defer_worker_deaths()
@@ -420,12 +417,12 @@ class LoaderBatches:
             inputs, targets = self._move(inputs), self._move(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
-            self.batch_rows = _count_rows(targets)
+            whole = _count_rows(targets)
             if isinstance(sampler, RankBatchSampler) and sampler.drawn:
-                self.batch_rows = sampler.drawn.popleft()
-            rows += self.batch_rows
+                whole = sampler.drawn.popleft()
+            rows += whole
             self._done = number
-            yield inputs, targets
+            yield Batch(inputs, targets, whole)
         self._done, self.begins_again = 0, False
         if rows == 0 and not done:
             raise DataError("data.source: the loader gave no rows; give it at least one")
@@ -596,16 +593,16 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_rows(targets: Any) -> int:
-    """Return the rows of the targets: of a list of dicts, or of the first tensor in them."""
+    """Return the rows of the targets, 1 where they are single numbers."""
     if nested.is_list_of_rows(targets):
         return len(targets)
-    first = next(nested.find_tensors(targets), None)
-    if first is None:
+    dimensions = [tensor.dim() for tensor in nested.find_tensors(targets)]
+    if not dimensions:
         raise DataError(
             "data.source: the targets of a batch must be a tensor, or hold one "
             f"(got {_describe_type(targets)}); return tensors from the data set or collate_fn"
         )
-    return len(first) if first.dim() else 1
+    return nested.count_rows(targets) if any(dimensions) else 1
 
 
 def _describe_type(targets: Any) -> str:

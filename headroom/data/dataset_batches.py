@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headroom.base.units import format_mebibytes
+from headroom.data.batch import Batch
 from headroom.data.prefetch import (
     FileRows,
     Mark,
@@ -95,15 +96,14 @@ class RowLayout:
             whole[start : start + rows] = block.to(device)
         return whole
 
-    def open(self, parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the gathered parts; the parts themselves where nothing
-        changes."""
+    def open(self, parts: Iterable[Tensor]) -> Batch:
+        """Return the gathered parts as a batch; the parts themselves where nothing changes."""
         kept = tuple(parts)
         x, y = (kept[0][:, :-1], kept[0][:, 1:]) if self.context else kept
         x, y = _widen_integers(x, self.unsigned[0]), _widen_integers(y, self.unsigned[-1])
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        return x, y
+        return Batch(x, y, x.shape[0])
 
 
 class TokenWindows:
@@ -198,7 +198,6 @@ class _StoredBatches:
     """What rows have in common wherever they are kept."""
 
     begins_again = False
-    weight, rows_of_whole = 1.0, None
 
     def __init__(self, first: Tensor | np.ndarray, layout: RowLayout) -> None:
         self._layout = layout
@@ -219,10 +218,10 @@ class _StoredBatches:
     def restore(self, state: dict[str, Any]) -> None:
         pass
 
-    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[Batch]:
         return self.iterate_ranges(make_ranges(len(self), batch_size))
 
-    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[Batch]:
         """A batch of the rows of each range, as they lie; no other row is read."""
         raise NotImplementedError
 
@@ -247,16 +246,14 @@ class ResidentBatches(_StoredBatches):
     @property
     def x(self) -> Tensor:
         """Return all inputs, as a batch would hold them."""
-        return self._layout.open(self._view_parts())[0]
+        return self._layout.open(self._view_parts()).x
 
     @property
     def y(self) -> Tensor:
         """Return all targets."""
-        return self._layout.open(self._view_parts())[1]
+        return self._layout.open(self._view_parts()).y
 
-    def iterate_shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[Batch]:
         """Yield batches gathered on the device: 8 bytes a row cross the bus once an epoch, and
         nothing else."""
         if (device := self._parts[0].device).type in PINNING:
@@ -275,7 +272,7 @@ class ResidentBatches(_StoredBatches):
             yield batch
             del batch  # before the next one
 
-    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[Batch]:
         wholes = self._view_parts()
         for rows in batches:
             yield self._layout.open(part[rows.start : rows.stop] for part in wholes)
@@ -333,9 +330,7 @@ class StreamedBatches(_StoredBatches):
         self._busy: list[PinnedStaging] = []
         self._is_ahead = True  # while there is room for two batches
 
-    def iterate_shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[Batch]:
         chosen = order.split(batch_size)
 
         def rows_from(batch: int) -> Iterator[RowSelection]:
@@ -344,7 +339,7 @@ class StreamedBatches(_StoredBatches):
 
         return self._read(rows_from, most_rows=min(batch_size, len(order)), mark=mark)
 
-    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[Batch]:
         def rows_from(batch: int) -> Iterator[RowSelection]:
             return (self._layout.select_span(rows.start, rows.stop) for rows in batches[batch:])
 
@@ -366,7 +361,7 @@ class StreamedBatches(_StoredBatches):
 
     def _read(
         self, rows_from: Callable[[int], Iterable[RowSelection]], *, most_rows: int, mark: Mark
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[Batch]:
         """The batches, rows_from(0) and on; one by one from where two of them found no room."""
         done = 0
         while True:
@@ -386,7 +381,7 @@ class StreamedBatches(_StoredBatches):
 
     def _read_arriving(
         self, batches: Iterable[RowSelection], *, most_rows: int, mark: Mark
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[Batch]:
         if self.residency != "pinned":
             with closing(
                 read_batches(self._arrays, batches, device=self._device, mark=mark)

@@ -487,7 +487,7 @@ def _seed_random(seed: int) -> None:
 def _read_first_batch(loaded: LoaderBatches) -> tuple[Any, Any]:
     with closing(loaded.iterate_in_order(1)) as batches:  # type: ignore[type-var]
         for batch in batches:
-            return batch
+            return batch.x, batch.y
     raise AssertionError("a loader without rows is refused by itself")
 
 

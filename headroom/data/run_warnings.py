@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from headroom.base.facts import DataFacts
-from headroom.base.names import BY_CHANCE, MEAN, MEDIAN, R2_ERROR
+from headroom.base.scores import Evaluation
 from headroom.base.units import format_number, format_percent
 from headroom.data import encoding
 from headroom.data.source_data import RawData, shorten
@@ -115,22 +115,25 @@ def compute_guess_loss(values: np.ndarray) -> float:
 
 
 def warn_of_results(
-    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool, best: str = "val/loss"
+    data: DataFacts, evaluation: Evaluation, *, loss: str, best: str = "val/loss"
 ) -> tuple[str, ...]:
-    """Return the warnings about the metrics of a model. loss: train.loss; alike: whether it
-    gave every validation row the same answer; best: the metric by which weights are the best."""
-    said = []
+    """Return the warnings about a model's evaluation on the validation rows. loss: train.loss;
+    best: the metric by which weights are the best."""
+    said, metrics = [], evaluation.metrics
     r2, accuracy = metrics.get("val/r2", 0.0), metrics.get("val/accuracy")
     if r2 < 0:
         said.append(
             f"val/r2 is {format_number(r2)}, below 0: the mean of the target is the better answer; "
             f"{REMEDY}"
         )
-    for name, figure, answer in ((MEAN, "rmse", "mean"), (MEDIAN, "mae", "median")):
-        if name in metrics and not said:
+    for figure, answer, error in (
+        ("rmse", "mean", evaluation.mean_rmse),
+        ("mae", "median", evaluation.median_mae),
+    ):
+        if error is not None and not said:
             said.append(
                 f"val/{figure} is {format_number(metrics[f'val/{figure}'])}, and "
-                f"{format_number(metrics[name])} "
+                f"{format_number(error)} "
                 f"where each answer is the {answer} of the training rows: on "
                 f"{data.val_rows:,} validation rows that is no better beyond chance; {REMEDY}"
             )
@@ -144,7 +147,7 @@ def warn_of_results(
             "rows of these"
         )
     # Weights for rare classes cost accuracy, and what they gain is no guess.
-    is_guess = BY_CHANCE in metrics or data.task != "classification"
+    is_guess = evaluation.is_by_chance or data.task != "classification"
     if data.guess is not None and accuracy is not None and accuracy <= data.guess and is_guess:
         said.append(
             f"val/accuracy is {format_number(accuracy)}, not above {format_number(data.guess)}, "
@@ -168,7 +171,7 @@ def warn_of_results(
             f"{best} is {metrics[best]}, so that no epoch was better than another and the "
             "last one's weights are logged; lower optim.lr, or set train.precision fp32"
         )
-    if alike:
+    if evaluation.is_constant:
         said.append(
             f"every one of the {data.val_rows:,} validation rows is given the same answer; lower "
             "optim.lr, keep data.scale on, or look at the model"
@@ -177,29 +180,35 @@ def warn_of_results(
 
 
 def warn_of_test(
-    data: DataFacts, metrics: Mapping[str, float], tested: Mapping[str, float]
+    data: DataFacts, evaluation: Evaluation, tested: Evaluation | None
 ) -> tuple[str, ...]:
     """Return the warnings about the rows that were put aside, where their score is below 0 or far
-    below the validation score, beyond chance. metrics, tested: of the evaluations of both."""
+    below the validation score, beyond chance. evaluation: on the validation rows; tested: on those
+    put aside, None where there is none."""
+    if tested is None:
+        return ()
+    r2 = tested.metrics.get("test/r2", 0.0)
     where = "later rows are others" if data.times is not None else "they are other rows"
-    if tested.get("test/r2", 0.0) < -CHANCE_ERRORS * tested.get(R2_ERROR, 0.0):
+    if r2 < -CHANCE_ERRORS * (tested.r2_error or 0.0):
         return (
-            f"test/r2 is {format_number(tested['test/r2'])}, below 0, where val/r2 is "
-            f"{_format_known(metrics.get('val/r2'))}: of the test rows their mean is the better "
-            f"answer; {where} than those learnt from: look at what changed",
+            f"test/r2 is {format_number(r2)}, below 0, where val/r2 is "
+            f"{_format_known(evaluation.metrics.get('val/r2'))}: of the test rows their mean is "
+            f"the better answer; {where} than those learnt from: look at what changed",
         )
     for name, least in FAR.items():
-        good, then = metrics.get(f"val/{name}"), tested.get(f"test/{name}")
+        good = evaluation.metrics.get(f"val/{name}")
+        then = tested.metrics.get(f"test/{name}")
         if good is None or then is None or not math.isfinite(good - then):
             continue
         if name == "r2":
-            errors = metrics.get(R2_ERROR, math.inf), tested.get(R2_ERROR, math.inf)
+            errors = evaluation.r2_error, tested.r2_error
         else:
             errors = (
                 math.sqrt(good * (1 - good) / data.val_rows),
                 math.sqrt(then * (1 - then) / data.test_rows),
             )
-        if good - then > max(least, FAR_ERRORS * math.hypot(*errors)):
+        known = [math.inf if error is None else error for error in errors]
+        if good - then > max(least, FAR_ERRORS * math.hypot(*known)):
             return (
                 f"test/{name} is {format_number(then)}, far below val/{name}, which is "
                 f"{format_number(good)}: {where}, or too much was chosen by the validation rows; "

@@ -24,7 +24,7 @@ from headroom.training import optim, own_model
 from headroom.training.averaging import choose_count
 from headroom.training.losses import WatchedLoss, find_own_loss, make_loss
 from headroom.training.micro_batches import MicroBatching
-from headroom.training.optimizer_step import Count, Loss, Step, return_one, stop_empty_gradients
+from headroom.training.optimizer_step import Count, Loss, Step, stop_empty_gradients
 from headroom.training.plan import Plan
 
 
@@ -95,17 +95,15 @@ def make_step(
     device: torch.device | None = None,
     outputs: list[tuple[str, Tensor]] | None = None,
     parallel: ParallelModel | None = None,
-    weight: Callable[[], float] = return_one,
     count: Count | None = None,
     breaks_on_nothing: bool = False,
 ) -> Step:
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
-    where to keep what a loss of the user's own was given; see losses.NanOrigin. parallel, weight:
-    where several processes take one step, how the model is then called, and how much their mean
-    counts the rows of this one. count: see averaging.choose_count; breaks_on_nothing: see
-    averaging.Averaging.
+    where to keep what a loss of the user's own was given; see losses.NanOrigin. parallel: how
+    the model is called where several processes take one step. count: see averaging.choose_count;
+    breaks_on_nothing: see averaging.Averaging.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
@@ -130,7 +128,6 @@ def make_step(
         mark=mark,
         count=count or choose_count(train, data),
         parallel=parallel,
-        weight=weight,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headroom.base.nested import count_rows, find_shapes
 from headroom.base.units import format_seconds
+from headroom.data.batch import Batch
 from headroom.training.cuda_graph import REPLAY_TRIED_ABOVE, WARM_UP, GraphedStep, GraphError
 from headroom.training.optimizer_step import Loss, Step, StepOutcome, StepTaker
 from headroom.watch.phases import Watched
@@ -181,16 +182,16 @@ class TunedStep:
         self._script: TrialSteps | None = self._run_trials()
         self._advance(None)
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
+    def __call__(self, batch: Batch, *, norm: bool, watched: Watched) -> StepOutcome:
         self._left -= 1
-        shape = find_shapes(x)
-        if self._shape is None and count_rows(y) >= self._rows:
+        shape = find_shapes(batch.x)
+        if self._shape is None and count_rows(batch.y) >= self._rows:
             self._shape = shape
         if shape != self._shape or watched is Watched.COUNTED:
-            return self.plain(x, y, norm=norm, watched=watched)
+            return self.plain(batch, norm=norm, watched=watched)
         if self._script is None:
-            return self._best(x, y, norm=norm, watched=watched)
-        return self._try(x, y, norm=norm, watched=watched)
+            return self._best(batch, norm=norm, watched=watched)
+        return self._try(batch, norm=norm, watched=watched)
 
     def state(self) -> dict[str, Any]:
         """Return which way was chosen, once it was; see checkpoint/."""
@@ -259,13 +260,13 @@ class TunedStep:
             if self.verdict.compiled != "no":
                 log.info("compiled: %s; %s", self.verdict.compiled, self.verdict.reason)
 
-    def _try(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
+    def _try(self, batch: Batch, *, norm: bool, watched: Watched) -> StepOutcome:
         """One step of the trial; only these make the host wait."""
         self._wait()
         began = perf_counter()
         took_s, failure, is_final = None, "", False
         try:
-            outcome = self._best(x, y, norm=norm, watched=watched)
+            outcome = self._best(batch, norm=norm, watched=watched)
         except list_step_errors() as error:
             failure = extract_first_line(error)
             is_final = self._mode != "auto" and not isinstance(error, GraphError)
@@ -277,7 +278,7 @@ class TunedStep:
             )
         if failure:
             log.warning("train.compile: %s", failure)
-            outcome = self.plain(x, y, norm=norm, watched=watched)
+            outcome = self.plain(batch, norm=norm, watched=watched)
         else:
             self._wait()
             took_s = perf_counter() - began

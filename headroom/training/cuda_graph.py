@@ -14,6 +14,7 @@ from torch import Tensor
 from headroom.base.facts import DeviceFacts
 from headroom.base.import_paths import is_import_path
 from headroom.base.names import REPLAY
+from headroom.data.batch import Batch
 from headroom.settings.run_config import FUSED, RunConfig
 from headroom.training.optimizer_step import Step, StepOutcome, compute_total_norm
 from headroom.watch.out_of_memory import clear_frames
@@ -22,6 +23,7 @@ from headroom.watch.phases import Watched
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
 # Steps that a run has to have left for a trial of replaying, and those that are taken before.
 REPLAY_TRIED_ABOVE, MEASURED_BEFORE = 100, 13
+NO_BATCH = Batch(torch.empty(0), torch.empty(0), 0)
 RecordStep = Callable[[Callable[[], StepOutcome]], tuple[Callable[[], None], StepOutcome]]
 
 
@@ -41,7 +43,7 @@ class GraphedStep:
         self._warm = 0
         self.replays = 0
         self._replay: Callable[[], None] | None = None
-        self._x, self._y = torch.empty(0), torch.empty(0)
+        self._batch = NO_BATCH  # in whose memory a replay reads
         self._outcome = StepOutcome(torch.empty(0), None)
         self._grads: list[Tensor | None] = []
 
@@ -49,17 +51,18 @@ class GraphedStep:
     def is_recorded(self) -> bool:
         return self._replay is not None
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> StepOutcome:
+    def __call__(self, batch: Batch, *, norm: bool, watched: Watched) -> StepOutcome:
         if self._replay is None:
             if self._warm < WARM_UP:
                 self._warm += 1
-                return self.step(x, y, norm=norm, watched=watched)
-            self._replay = self._record_step(x, y)
-        if watched in (Watched.TIMED, Watched.COUNTED) or x.shape != self._x.shape:
-            return self.step(x, y, norm=norm, watched=watched)
-        for static, batch in ((self._x, x), (self._y, y)):
-            if batch.data_ptr() != static.data_ptr():  # most batches come in the same buffer
-                static.copy_(batch)
+                return self.step(batch, norm=norm, watched=watched)
+            self._replay = self._record_step(batch)
+        kept = self._batch
+        if watched in (Watched.TIMED, Watched.COUNTED) or batch.x.shape != kept.x.shape:
+            return self.step(batch, norm=norm, watched=watched)
+        for there, part in ((kept.x, batch.x), (kept.y, batch.y)):
+            if part.data_ptr() != there.data_ptr():  # most batches come in the same buffer
+                there.copy_(part)
         self._replay()
         self.replays += 1
         outcome = StepOutcome(self._outcome.loss.clone(), self._compute_grad_norm(norm))
@@ -77,20 +80,20 @@ class GraphedStep:
             if parameter.grad is grad:
                 parameter.grad = None
         self._replay, self._grads = None, []
-        self._x, self._y = torch.empty(0), torch.empty(0)
+        self._batch = NO_BATCH
         self._outcome = StepOutcome(torch.empty(0), None)
 
-    def _record_step(self, x: Tensor, y: Tensor) -> Callable[[], None]:
-        """Record the step on x and y, whose memory later batches are brought to."""
+    def _record_step(self, batch: Batch) -> Callable[[], None]:
+        """Record the step on a batch, to whose memory later ones are brought."""
         if not isinstance(self._optimizer.lr, Tensor):
             # A number would be recorded as it is now; a tensor is read at each replay.
-            self._optimizer.lr = torch.tensor(self._optimizer.lr, device=x.device)
-        self._x, self._y = x, y
+            self._optimizer.lr = torch.tensor(self._optimizer.lr, device=batch.x.device)
+        self._batch = batch
         # The gradients must be made inside the recording, to live in the graph's own memory.
         self._optimizer.zero_grad()
         step = self.step.make_recordable()
         replay, self._outcome = self._record(
-            lambda: step(self._x, self._y, norm=False, watched=Watched.NOT)
+            lambda: step(self._batch, norm=False, watched=Watched.NOT)
         )
         self._grads = [p.grad for p in self._optimizer.params]
         return replay

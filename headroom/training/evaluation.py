@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from headroom.base import nested, scores
 from headroom.base.facts import DataFacts
-from headroom.base.names import ALIKE, TOP_OF, UNLOGGED
+from headroom.base.names import TOP_OF
 from headroom.base.nested import get_local_part, shard_like
-from headroom.base.scores import ConfusionCells, KeptRows, shrink_classes
+from headroom.base.scores import ConfusionCells, Evaluation, KeptRows, shrink_classes
+from headroom.data.batch import Batch
 from headroom.data.batches import Batches
 from headroom.models.user_model import BuiltinForward, Forward
 from headroom.ranks.ranks import Ranks
@@ -61,10 +62,9 @@ class BestWeights:
         self.keeps, self._metric, self._min_delta = keeps, metric, min_delta
         self.waited = 0  # evaluations since one that was better by min_delta
         self.epoch = 0.0  # from 1, or a part of one; 0: none yet
-        self._metrics: dict[str, float] = {}
+        self._evaluation = Evaluation()  # of the best epoch
         # What min_delta counts from; of a metric that is to be high, its negative.
         self._reached = math.inf
-        self.cells: ConfusionCells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
         self.is_now = False  # the best weights are those of now, and not copied yet
         self.values: list[float] = []  # of all evaluations; less is better
@@ -84,20 +84,17 @@ class BestWeights:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether `restore_best` gives the metrics of an earlier, better epoch."""
+        """Return whether `restore_best` gives the evaluation of an earlier, better epoch."""
         return self.keeps and self.epoch > 0
 
-    def record(
-        self, metrics: dict[str, float], epoch: float, *, cells: ConfusionCells | None = None
-    ) -> None:
-        """Record the metrics of an evaluation. epoch: how many had ended by then, or a part of
-        one."""
+    def record(self, evaluation: Evaluation, epoch: float) -> None:
+        """Record an evaluation. epoch: how many had ended by then, or a part of one."""
         self.waited += 1
-        value = self._read(metrics)
-        self.is_now = value < self._read(self._metrics)
+        value = self._read(evaluation.metrics)
+        self.is_now = value < self._read(self._evaluation.metrics)
         self.values.append(value)
         if self.is_now:
-            self._metrics, self.epoch, self.cells = metrics, epoch, cells
+            self._evaluation, self.epoch = evaluation, epoch
         if value < self._reached - self._min_delta:
             self._reached, self.waited = value, 0
 
@@ -126,42 +123,45 @@ class BestWeights:
             kept.copy_(tensor)
 
     @torch.inference_mode()
-    def restore_best(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
-        """Load the best weights into the model and return their metrics. metrics: of the
+    def restore_best(self, model: nn.Module, evaluation: Evaluation) -> Evaluation:
+        """Load the best weights into the model and return their evaluation. evaluation: of the
         current weights."""
         if not self.has_weights:
-            return metrics
+            return evaluation
         for name, tensor in () if self.is_now else iterate_tensors(model):
             kept = self._kept.get(name, tensor)
             if kept.shape == tensor.shape:
                 tensor.copy_(shard_like(kept, tensor))
             else:  # a buffer that has grown since
                 tensor.data = kept.to(tensor.device)
-        return {**self._metrics, "train/best_epoch": float(self.epoch)}
+        metrics = {**self._evaluation.metrics, "train/best_epoch": float(self.epoch)}
+        return replace(self._evaluation, metrics=metrics)
 
     def state(self) -> dict[str, Any]:
         """Return the best result so far; without its weights where those are the model's
         current ones."""
         kept = {} if self.is_now else dict(self._kept)
-        best = {"metrics": dict(self._metrics), "epoch": self.epoch, "waited": self.waited}
-        cells = None if self.cells is None else self.cells.table
+        cells = self._evaluation.cells
+        table = None if cells is None else cells.table
         return {
-            **best,
+            "evaluation": {**asdict(replace(self._evaluation, cells=None)), "cells": table},
+            "epoch": self.epoch,
+            "waited": self.waited,
             "kept": kept,
             "is_now": self.is_now,
-            "cells": cells,
             "reached": self._reached,
             "values": list(self.values),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken."""
-        self._metrics, self.epoch = state["metrics"], state["epoch"]
+        evaluation = dict(state["evaluation"])
+        table = evaluation.pop("cells")
+        cells = None if table is None else ConfusionCells(table)
+        self._evaluation, self.epoch = Evaluation(**evaluation, cells=cells), state["epoch"]
         self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
         self._reached = state["reached"]
         self.values = list(state["values"])
-        cells = state["cells"]
-        self.cells = None if cells is None else ConfusionCells(cells)
 
     def iterate_kept(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept."""
@@ -191,7 +191,7 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluator:
     """How outputs are evaluated. task: classification, multilabel, regression, tokens, or own: by
     the loss and the user's own metrics alone."""
@@ -208,14 +208,8 @@ class Evaluator:
     # and median of the training rows there, which it is held against.
     to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    # Of the classification judged last; or none.
-    cells: list[ConfusionCells] = field(default_factory=list)
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
-
-    @property
-    def told(self) -> ConfusionCells | None:
-        """Return the cells of the last evaluation, of a classification."""
-        return self.cells[0] if self.cells else None
+    batch: Batch | None = None  # that is evaluated now, or was when that failed
 
 
 @dataclass(frozen=True)
@@ -229,15 +223,14 @@ class _BatchSums:
 @torch.inference_mode()
 def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
-) -> dict[str, float]:
+) -> Evaluation:
     """Return val/loss over all rows, or over all that the loss counts, with the figures of the
     task (see names.METRICS; of more than TOP_OF classes also the share of rows whose class
     is among the first TOP). Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean
     squared error of 1 is as good as the mean), or of the user's own loss in the target's
-    units, as the task's and the user's metrics are. part: what stands for val. The cells of a
-    classification are left in evaluator.cells.
+    units, as the task's and the user's metrics are. part: what stands for val.
 
     Raises MemoryExhausted.
     """
@@ -247,37 +240,42 @@ def evaluate(
         rows = min(evaluator.ranks.all_gather(min(evaluator.micro.rows, len(batches))))
         try:
             with name_oom_phase("eval"):
-                metrics = _evaluate_rows(model, batches, evaluator, rows)
-            return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in metrics.items()}
+                evaluation = _evaluate_rows(model, batches, evaluator, rows)
+            metrics = {f"{part}/{name}": value for name, value in evaluation.metrics.items()}
+            return replace(evaluation, metrics=metrics)
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
             may_read_less = batches.residency in ("pinned", "host") and evaluator.ranks.is_alone
             if rows == 1 or not may_read_less:
                 raise
             clear_frames(error)
+        evaluator.batch = None
         evaluator.micro.rows = -(-rows // 2)
         log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
 
 
 def _evaluate_rows(
     model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
-) -> dict[str, float]:
+) -> Evaluation:
+    """Return the evaluation, its metrics by the last parts of their names."""
     found: list[dict[str, Tensor]] = []
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
-    for x, y in batches.iterate_in_order(rows_at_once):
-        with evaluator.phases.count_memory_once("eval", (x, y)):
-            batch = _sum_batch(forward, x, y, evaluator)
-        values = batch.values
-        if batches.weight:
-            rows += nested.count_rows(y)
-            for outputs, targets in batch.pairs:
+    for batch in batches.iterate_in_order(rows_at_once):
+        evaluator.batch = batch
+        with evaluator.phases.count_memory_once("eval", batch):
+            sums_of_batch = _sum_batch(forward, batch, evaluator)
+        values = sums_of_batch.values
+        if batch.weight:
+            rows += nested.count_rows(batch.y)
+            for outputs, targets in sums_of_batch.pairs:
                 kept.add(outputs, targets)
         else:  # another rank's row, to keep the others company
             values = {name: torch.zeros_like(value) for name, value in values.items()}
         found.append(values)
-        del x, y, batch  # gone before the next ones come
+        del batch, sums_of_batch
+        evaluator.batch = None  # gone before the next one comes
         if len(found) == FOLDED:
             found = [_add_sums(found)]
     evaluator.phases.meter.end_phase("eval")
@@ -286,12 +284,14 @@ def _evaluate_rows(
     rows = int(sums["rows"])
     loss = sums["loss"] / sums["counted"] if sums["counted"] else math.nan
     own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
-    return {
+    of_rows = _compute_scores(evaluator, kept)
+    metrics = {
         "loss": loss,
         **_compute_counted_figures(evaluator.task, sums, loss),
-        **_compute_scores(evaluator, kept),
+        **of_rows.metrics,
         **own,
     }
+    return replace(of_rows, metrics=metrics)
 
 
 def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
@@ -309,31 +309,34 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
     return figures
 
 
-def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
-    """Return the figures that need the rows; and whether all were given the same answer, of more
-    than one."""
+def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> Evaluation:
+    """Return what needs the rows."""
     kept_rows = _gather_all_ranks(evaluator.ranks, kept.on_host())
-    evaluator.cells.clear()
     if kept_rows is None:
-        return {}
+        return Evaluation()
     outputs, targets = kept_rows
     if evaluator.task == "multilabel":
-        return scores.compute_label_scores(outputs.float().numpy(), targets.numpy())
-    same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
-    alike = {ALIKE: 1.0} if same else {}
+        return Evaluation(scores.compute_label_scores(outputs.float().numpy(), targets.numpy()))
+    is_constant = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
     if evaluator.task == "classification":
-        evaluator.cells.append(scores.ConfusionCells.of(outputs.numpy(), targets.numpy()))
-        cells = evaluator.cells[0]
-        return scores.compute_class_scores(cells) | scores.find_chance(cells) | alike
+        cells = ConfusionCells.of(outputs.numpy(), targets.numpy())
+        return Evaluation(
+            scores.compute_class_scores(cells),
+            cells=cells,
+            is_constant=is_constant,
+            is_by_chance=scores.is_by_chance(cells),
+        )
     given, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
         for part in (outputs, targets)
     )
-    return (
-        scores.compute_regression_scores(given, so)
-        | scores.compute_r2_error(given, so)
-        | scores.compute_constant_baseline(given, so, evaluator.guess)
-        | alike
+    mean_rmse, median_mae = scores.compute_constant_baseline(given, so, evaluator.guess)
+    return Evaluation(
+        scores.compute_regression_scores(given, so),
+        is_constant=is_constant,
+        r2_error=scores.compute_r2_error(given, so),
+        mean_rmse=mean_rmse,
+        median_mae=median_mae,
     )
 
 
@@ -347,11 +350,12 @@ def _gather_all_ranks(
     return (torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept])) if kept else None
 
 
-def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
-    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), (x, y))
+def _sum_batch(forward: Forward, batch: Batch, evaluator: Evaluator) -> _BatchSums:
+    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), batch)
 
 
-def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
+def _sum_in_parts(forward: Forward, evaluator: Evaluator, batch: Batch, rows: int) -> _BatchSums:
+    x, y = batch.x, batch.y
     parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
     sums = []
     # No comprehension, which is a closure: see micro_batches.MicroBatching.fit.

@@ -26,6 +26,7 @@ from headroom.base.facts import DataFacts, DeviceFacts
 from headroom.base.import_paths import describe_error, is_import_path
 from headroom.base.python_state import keep_python_state
 from headroom.base.scores import KeptRows, shrink_classes
+from headroom.data.batch import Batch
 from headroom.data.dataset_batches import (
     BLOCK_BYTES,
     RESIDENT_SHARE,
@@ -119,7 +120,7 @@ class DryRows:
         run."""
         return [*self._whole, *self._order]
 
-    def make_train_batch(self, rows: int) -> tuple[Tensor, Tensor]:
+    def make_train_batch(self, rows: int) -> Batch:
         """Return a batch to train on."""
         if self._in_place:
             self._batch = self._batch or self._make_parts(rows)
@@ -129,7 +130,7 @@ class DryRows:
             self._next = self._make_parts(rows)
         return self._layout.open(parts)
 
-    def make_val_batch(self, rows: int) -> tuple[Tensor, Tensor]:
+    def make_val_batch(self, rows: int) -> Batch:
         """Return a batch to validate on."""
         whole = [self._layout.view_rows(part)[:rows] for part in self._whole]
         return self._layout.open(whole or self._make_parts(rows))
@@ -164,9 +165,9 @@ class DryLoader:
     def list_tensors(self) -> list[Tensor]:
         return []
 
-    def make_train_batch(self, rows: int) -> tuple[Any, Any]:
+    def make_train_batch(self, rows: int) -> Batch:
         x, y = nested.make_zeros(self._description, rows, device=self._device)
-        return x, y
+        return Batch(x, y, rows)
 
     def let_go(self) -> None:
         pass
@@ -357,7 +358,7 @@ def _run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dr
     return dry
 
 
-def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: PhasePeaks) -> Any:
+def _record_step(model: nn.Module, step: Step, batch: Batch, peaks: PhasePeaks) -> Any:
     """A recorded step: in a pool of its own, beside which nothing is cached; what it keeps."""
     ledger = peaks.ledger
     model.train()
@@ -365,7 +366,7 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
     ledger.reset_peak()  # which strikes out what is freed
     peaks.events.append(EmptyCacheEvent())
     ledger.pool = 1
-    outcome = step.make_recordable()(*batch, norm=False, watched=Watched.NOT)
+    outcome = step.make_recordable()(batch, norm=False, watched=Watched.NOT)
     ledger.pool = 0
     grads = [p.grad for p in step.optimizer.params if p.grad is not None]
     ledger.own("graph", [*grads, outcome.loss])
@@ -432,8 +433,9 @@ def _train_steps(
         peaks.ledger.own("batch", nested.find_tensors(batch))
         peaks.mark("data_wait")
         # The second micro-batch finds gradients there; those after it find nothing new.
-        x, y = nested.take_first_rows(batch, min(2 * step.micro.rows, size))
-        step(x, y, norm=True, watched=Watched.NOT)
+        first = min(2 * step.micro.rows, size)
+        x, y = nested.take_first_rows((batch.x, batch.y), first)
+        step(Batch(x, y, first), norm=True, watched=Watched.NOT)
         gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
         peaks.ledger.own("gradients", gradients)
         peaks.ledger.own("optimizer_state", step.optimizer.list_state_tensors())
@@ -460,7 +462,7 @@ def _evaluate_batches(
     kept = KeptRows(data.task, data.val_rows)
     whole, rest = divmod(data.val_rows, most)
     for size in (*[most] * min(2, whole), *([rest] if rest else [])):
-        x, y = rows.make_val_batch(size)
+        x, y, *_ = rows.make_val_batch(size)
         with step.autocast():
             outputs, loss = forward(x)
             if loss is None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import count, islice
-from typing import Any
 
-from headroom.base.names import UNLOGGED
-from headroom.base.nested import count_rows
-from headroom.base.scores import ConfusionCells
+from headroom.base.scores import Evaluation
 from headroom.base.units import format_seconds
+from headroom.data.batch import Batch
 from headroom.ranks.ranks import Ranks
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
@@ -52,9 +50,13 @@ class TrainingResult:
     rows: int  # trained on, each as often as it was
     stopped_early: bool
     stopped: str  # why it ended before it was done; empty: it is done
-    metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
-    cells: ConfusionCells | None = None  # of a classification, of the same weights
-    tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
+    evaluation: Evaluation  # of the weights that the model has: the best epoch's, or the last
+    tested: Evaluation | None = None  # on the rows that were put aside
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of both evaluations."""
+        return {**self.evaluation.metrics, **(self.tested.metrics if self.tested else {})}
 
 
 def fit_model(
@@ -68,7 +70,7 @@ def fit_model(
     """
     model, train, accounts, best = state.model, state.train, state.accounts, state.best
     checkpoints, optimizer = state.checkpoints, state.optimizer
-    metrics: dict[str, float] = {}
+    evaluation = Evaluation()
     of_epoch = train.count_steps(schedule.batch_size)
     last_step = schedule.count_steps(of_epoch)
     accounts.begin_training(LoopFacts(last_step, schedule.log_every, state.rate, state.speeds))
@@ -88,36 +90,37 @@ def fit_model(
     with name_oom_phase("training", step=lambda: step):
         for epoch in range(begin.epoch, 0 if is_done else schedule.epochs):
             model.train()
-            batch = 0 if train.begins_again else state.position.batch
-            order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            done = 0 if train.begins_again else state.position.batch
+            order = train.draw_order(seed=schedule.seed, epoch=epoch)[done * schedule.batch_size :]
             take_step = state.choose_step()
             accounts.begin_epoch(epoch, step + 1)
             batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
-            for x, y in islice(sent, last_step - step):
+            for batch in islice(sent, last_step - step):
+                state.batch = batch
                 optimizer.set_lr(state.rate(step))
                 checkpoints.let_go_on()
-                step, batch = step + 1, batch + 1
+                step, done = step + 1, done + 1
                 is_read = accounts.is_log_point
-                with accounts.count_step((x, y)):
-                    outcome = take_step(x, y, norm=is_read, watched=accounts.watched)
-                step_rows = train.rows_of_whole or count_rows(y)
-                rows += step_rows
-                sums = sum_rows(x, y) if is_summed else ()
+                with accounts.count_step(batch):
+                    outcome = take_step(batch, norm=is_read, watched=accounts.watched)
+                rows += batch.rows
+                sums = sum_rows(batch.x, batch.y) if is_summed else ()
                 is_blamed = sums or state.outputs
                 nan_origin = NanOrigin(sums, tuple(state.outputs)) if is_blamed else NO_ORIGIN
-                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
+                accounts.end_step(step, *outcome, rows=batch.rows, blame=nan_origin.find_blame)
                 state.outputs.clear()
                 if is_read:
                     take_step = state.choose_step()
                     if accounts.is_short_of_memory():
                         state.micro.ease("the allocator had to free its cache twice running")
-                del x, y  # gone before the next ones come
-                state.position = TrainingPosition(step, epoch, batch, rows)
-                if batch < of_epoch:  # else it is judged first
+                del batch
+                state.batch = None  # gone before the next one comes
+                state.position = TrainingPosition(step, epoch, done, rows)
+                if done < of_epoch:  # else it is judged first
                     if eval_every is not None and step % eval_every == 0 and step < last_step:
                         accounts.end_epoch()
-                        metrics = _judge_weights(state, epoch + batch / min(of_epoch, last_step))
+                        evaluation = _judge_weights(state, epoch + done / min(of_epoch, last_step))
                         stopped_early = 0 < schedule.patience <= best.waited
                         if stopped_early:
                             break
@@ -134,7 +137,7 @@ def fit_model(
             if stop is not None:
                 break
             if not stopped_early:  # within the epoch
-                metrics = _judge_weights(state, epoch + 1.0)
+                evaluation = _judge_weights(state, epoch + 1.0)
                 is_enough = 0 < schedule.patience <= best.waited
                 stopped_early = is_enough and step < last_step
                 state.position = TrainingPosition(step, epoch + 1, 0, rows)
@@ -147,26 +150,24 @@ def fit_model(
             if stop is not None:
                 break
         optimizer.swap_averages()  # what is logged
-        if not metrics and not best.has_weights:  # ended before an evaluation was
-            metrics = evaluate(model, state.val, state.evaluator)
+        if not evaluation.metrics and not best.has_weights:  # ended before an evaluation was
+            evaluation = evaluate(model, state.val, state.evaluator)
     ended = stop.reason if stop is not None else ""
-    cells = best.cells if best.has_weights else state.evaluator.told
-    metrics = best.restore_best(model, metrics)
-    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
+    evaluation = best.restore_best(model, evaluation)
+    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, evaluation)
 
 
-def _judge_weights(state: TrainState, epoch: float) -> dict[str, float]:
-    """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
+def _judge_weights(state: TrainState, epoch: float) -> Evaluation:
+    """Return an evaluation, whose metrics are logged; epoch: how many are done."""
     with state.optimizer.use_averages():
-        metrics = evaluate(state.model, state.val, state.evaluator)
+        evaluation = evaluate(state.model, state.val, state.evaluator)
     state.accounts.lap("eval")
-    logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
-    state.accounts.log({**logged, "train/epoch": epoch}, state.position.step)
+    state.accounts.log({**evaluation.metrics, "train/epoch": epoch}, state.position.step)
     state.accounts.lap("log")
-    state.best.record(metrics, epoch, cells=state.evaluator.told)
+    state.best.record(evaluation, epoch)
     if isinstance(state.rate, Plateau):
-        state.rate.record(metrics)
-    return metrics
+        state.rate.record(evaluation.metrics)
+    return evaluation
 
 
 def _keep_weights(state: TrainState) -> None:
@@ -195,24 +196,11 @@ def _handle_stop(state: TrainState, check_stop: StopCheck) -> StopRequest | None
 
 
 def _send_batches(
-    batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
-) -> Generator[Any, None, None]:
+    batches: Iterator[Batch], *, step: Callable[[], int]
+) -> Generator[Batch, None, None]:
     """Yield the same batches; one that finds no room has run out of memory at that step."""
     with name_oom_phase("sending", step=step):
         yield from batches
-
-
-def find_batch(error: BaseException) -> tuple[Any, Any]:
-    """Return the batch that was trained or evaluated on when the error was raised; (None,
-    None) where there was none."""
-    trace, found = error.__traceback__, (None, None)
-    while trace is not None:
-        # The name of one of ours: what a user calls x and y is no batch.
-        if trace.tb_frame.f_globals.get("__name__") in (__name__, evaluate.__module__):
-            here = trace.tb_frame.f_locals
-            found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
-        trace = trace.tb_next
-    return found
 
 
 class TimeBudget:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from headroom.watch.out_of_memory import clear_frames, is_oom
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+B = TypeVar("B")  # a batch: tensors, or structures of them
 
 GROW_AFTER = 100  # batches without a failure before the larger micro-batch is tried again
 # What PyTorch says where a batch norm, which needs two values of a channel, is given one row.
@@ -97,8 +98,8 @@ class MicroBatching(Protocol):
     recovered: int  # times that memory ran out and training went on
     copies: bool  # whether what it is given is a copy, since the user's code writes to it
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """Return what `attempt(*batch, rows)` returns, for the largest number of rows that
+    def fit(self, attempt: Callable[[B, int], T], batch: B) -> T:
+        """Return what `attempt(batch, rows)` returns, for the largest number of rows that
         fits.
 
         attempt must not be a closure: the frame of one that failed keeps its cells in Python
@@ -121,8 +122,8 @@ class SingleAttempt:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        return attempt(*batch, self.rows)
+    def fit(self, attempt: Callable[[B, int], T], batch: B) -> T:
+        return attempt(batch, self.rows)
 
     def retry_once(self, attempt: Callable[[], T]) -> T:
         return attempt()
@@ -176,8 +177,8 @@ class MicroBatches:
         self._calm = 0
         self._patience = GROW_AFTER
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """Return what `attempt(*batch, rows)` returns, for the largest number of rows that
+    def fit(self, attempt: Callable[[B, int], T], batch: B) -> T:
+        """Return what `attempt(batch, rows)` returns, for the largest number of rows that
         fits.
 
         attempt must give the same whatever it did before, and whatever number it is called
@@ -192,7 +193,7 @@ class MicroBatches:
         while True:
             last, failure, at_end = failure, None, False
             try:
-                done = attempt(*self._copy_batch(batch), self.rows)
+                done = attempt(self._copy_batch(batch), self.rows)
             except ValueError as error:
                 # A single row of the last micro-batch, or all that memory had room for.
                 if last is None or TOO_FEW_FOR_NORM not in get_error_message(error):
@@ -227,7 +228,7 @@ class MicroBatches:
             if at_end:
                 self.tried.append(self.rows)
                 return self._attempt_watched(
-                    partial(attempt, *self._copy_batch(batch), self.rows),
+                    partial(attempt, self._copy_batch(batch), self.rows),
                     failure,
                     phase=self._what,
                     batch=batch,
@@ -277,9 +278,7 @@ class MicroBatches:
             self._halve(why)
             self.recovered -= 1  # nothing was lost
 
-    def _attempt_watched(
-        self, attempt: Callable[[], T], text: str, *, phase: str, batch: Sequence[Any]
-    ) -> T:
+    def _attempt_watched(self, attempt: Callable[[], T], text: str, *, phase: str, batch: Any) -> T:
         """Once more, and counted: either it fits now, or we know who holds the memory."""
         self._witness.start()
         allocator: dict[str, int] = {}
@@ -326,16 +325,16 @@ class MicroBatches:
             self.rows = min(self._whole, 2 * self.rows)
             self.is_learnt |= self.rows == self._whole
 
-    def _copy_batch(self, batch: Sequence[Any]) -> Sequence[Any]:
+    def _copy_batch(self, batch: B) -> B:
         """Return the batch as an attempt may have it: where that writes to it, a copy."""
-        return nested.map_tensors(tuple(batch), Tensor.clone) if self.copies else batch
+        return cast(B, nested.map_tensors(batch, Tensor.clone)) if self.copies else batch
 
-    def _count_writes(self, batch: Sequence[Any]) -> list[int]:
+    def _count_writes(self, batch: Any) -> list[int]:
         """Return how often the batch was written to, where code of the user's sees it itself."""
         watches = self._own and not self.copies
         return [read_version(t) for t in nested.find_tensors(batch)] if watches else []
 
-    def _refuse_written(self, batch: Sequence[Any], before: list[int]) -> None:
+    def _refuse_written(self, batch: Any, before: list[int]) -> None:
         """From the first time on that a batch of the training is written to, attempts get copies.
         Rows to be judged are there for the next epoch too. Raises ModelError."""
         if self._count_writes(batch) == before:
@@ -349,7 +348,7 @@ class MicroBatches:
         self.copies = True
 
     def _refuse_unrepeatable(
-        self, batch: Sequence[Any], before: list[int], state: _AttemptState, failure: str
+        self, batch: Any, before: list[int], state: _AttemptState, failure: str
     ) -> None:
         """Raises MemoryExhausted where a failed attempt has changed what no copy was kept of."""
         lost = state.kept.find_lost()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headroom.base import nested
 from headroom.base.nested import gather_full
+from headroom.data.batch import Batch
 from headroom.ranks.sharding import ParallelModel
 from headroom.training.micro_batches import MicroBatching, SingleAttempt
 from headroom.training.optim import Optimizer
@@ -26,10 +27,6 @@ Loss = Callable[[Any, Any], Tensor]  # the mean over what its Count tells, a sca
 Count = Callable[[Any, Any], Any]
 
 NO_CONTEXT = nullcontext()
-
-
-def return_one() -> float:
-    return 1.0
 
 
 def count_rows(x: Any, y: Any) -> int:
@@ -46,9 +43,8 @@ class StepOutcome(NamedTuple):
 class StepTaker(Protocol):
     """Takes optimizer steps."""
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
-        """Train on one batch: tensors, or structures of them (see nested.py). norm: also
-        return the norm of the gradients."""
+    def __call__(self, batch: Batch, *, norm: bool, watched: Watched) -> StepOutcome:
+        """Train on one batch. norm: also return the norm of the gradients."""
 
 
 @dataclass
@@ -63,32 +59,30 @@ class Step:
     micro: MicroBatching  # how many rows go through the model at once
     mark: Callable[[str], None]  # a phase ends
     count: Count = count_rows
-    # Of a model that several processes train: as it is called, and how much their mean counts the
-    # rows of this one.
-    parallel: ParallelModel | None = None
-    weight: Callable[[], float] = return_one
+    parallel: ParallelModel | None = None  # the model as it is called, where several train it
     # The same as compute for micro-batches, where it would give no numbers for one without labels.
     compute_part: Loss | None = None
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
-        loss = self.micro.fit(self.compute_gradients, (x, y))
+    def __call__(self, batch: Batch, *, norm: bool, watched: Watched) -> StepOutcome:
+        loss = self.micro.fit(self.compute_gradients, batch)
         grad_norm = None
         if norm or self.clip_norm is not None:
             self.micro.retry_once(self._unscale)
             grad_norm = self.micro.retry_once(self._compute_grad_norm)
         update = self._update
         if self.optimizer.needs_closure:
-            update = partial(self._update, partial(self._compute_again, x, y))
+            update = partial(self._update, partial(self._compute_again, batch))
         self.micro.retry_once(update)
         self.scaler.update()
         self.mark("optimizer")
         return StepOutcome(loss, grad_norm)
 
-    def compute_gradients(self, x: Any, y: Any, rows: int) -> Tensor:
-        """Return the loss of the batch; its gradients replace whatever the parameters had
-        before."""
+    def compute_gradients(self, batch: Batch, rows: int) -> Tensor:
+        """Return the loss of the batch, in micro-batches of so many rows; its gradients replace
+        whatever the parameters had before."""
         self.optimizer.zero_grad()
-        count, weight = nested.count_rows(y), self.weight()
+        x, y, _, weight = batch
+        count = nested.count_rows(y)
         if rows >= count:
             parts, shares = [(x, y)], [None if weight == 1 else weight]  # None: all of it
         else:
@@ -131,9 +125,9 @@ class Step:
         retries, and events of a clock."""
         return replace(self, micro=SingleAttempt(self.micro.rows), mark=_ignore_phase)
 
-    def _compute_again(self, x: Any, y: Any) -> Tensor:
+    def _compute_again(self, batch: Batch) -> Tensor:
         """Return the loss of the same batch, with the weights of now; gradients are its own."""
-        loss = self.micro.fit(self.compute_gradients, (x, y))
+        loss = self.micro.fit(self.compute_gradients, batch)
         if self.clip_norm is not None:
             self._compute_grad_norm()
         return loss

@@ -9,7 +9,7 @@ is imported only for a run that asks for it.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +40,7 @@ from headroom.watch import leaks
 from headroom.watch.out_of_memory import is_oom
 
 T = TypeVar("T")
+B = TypeVar("B")
 
 
 class MicroBatchTooLarge(RestartableError):
@@ -61,11 +62,11 @@ class MicroBatchTooLarge(RestartableError):
 class FixedMicroBatches(MicroBatches):
     """Micro-batches of one size, of a sharded model: to try again, a rank needs the others."""
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """Return what `attempt(*batch, rows)` returns. Raises MicroBatchTooLarge."""
+    def fit(self, attempt: Callable[[B, int], T], batch: B) -> T:
+        """Return what `attempt(batch, rows)` returns. Raises MicroBatchTooLarge."""
         before = self._count_writes(batch)
         try:
-            done = attempt(*self._copy_batch(batch), self.rows)
+            done = attempt(self._copy_batch(batch), self.rows)
             self._refuse_written(batch, before)
             return done
         except (RuntimeError, MemoryError) as error:
@@ -99,14 +100,14 @@ class AgreedMicroBatches(FixedMicroBatches):
         super().__init__(rows, **others)
         self._ranks, self._together, self._is_agreed = ranks, together, False
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """Return what `attempt(*batch, rows)` returns. Raises MemoryExhausted on all ranks,
+    def fit(self, attempt: Callable[[B, int], T], batch: B) -> T:
+        """Return what `attempt(batch, rows)` returns. Raises MemoryExhausted on all ranks,
         where one of them has no room for a row."""
         if not self._is_agreed:
             self._agree(attempt, batch)
         return super().fit(attempt, batch)
 
-    def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
+    def _agree(self, attempt: Callable[[B, int], T], batch: B) -> None:
         before, failure = self._copy_state(), None
         try:
             with keep_values(self._keeper.list_mutated()):

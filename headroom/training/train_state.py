@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headroom.data.batch import Batch
 from headroom.data.batches import Batches
 from headroom.data.dataloaders import LoaderBatches
 from headroom.device.memory_limit import compute_room_bytes
@@ -73,6 +74,7 @@ class TrainState:
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
     parts: Mapping[str, Stateful] = field(default_factory=dict)  # that a checkpoint keeps, by name
     position: TrainingPosition = TrainingPosition()
+    batch: Batch | None = None  # that is trained on now, or was when a step failed
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, beside the position."""
@@ -97,6 +99,13 @@ class TrainState:
     def choose_step(self) -> StepTaker:
         """Return what takes the next steps, without what stands before it only to try others."""
         return self.step.settled if isinstance(self.step, TunedStep) else self.step
+
+    def take_batch(self) -> Batch | None:
+        """Return the batch that was trained or evaluated on when an error ended it, and keep it no
+        longer; None where there was none."""
+        batch, self.batch = self.batch or self.evaluator.batch, None
+        self.evaluator.batch = None
+        return batch
 
     def find_eval_rows(self) -> int | None:
         """Return the rows of the largest batch of an evaluation; None where one takes all rows."""
@@ -173,7 +182,6 @@ def build_state(
         mark=accounts.mark,
         outputs=outputs,
         parallel=parallel,
-        weight=lambda: rows.weight,
         count=count,
         breaks_on_nothing=check.averaging.breaks_on_nothing,
     )

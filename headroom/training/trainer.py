@@ -15,7 +15,6 @@ import torch
 from headroom.base import scores
 from headroom.base.facts import TrainFacts
 from headroom.base.import_paths import forbid_exit
-from headroom.base.names import ALIKE, UNLOGGED
 from headroom.data.run_warnings import warn_of_results, warn_of_test
 from headroom.data.source_data import DataError
 from headroom.ranks.ranks import Ranks
@@ -36,7 +35,6 @@ from headroom.training.loop import (
     TimeBudget,
     TrainingResult,
     agree_on_stop,
-    find_batch,
     fit_model,
 )
 from headroom.training.micro_batches import MemoryExhausted, MicroBatches
@@ -147,6 +145,8 @@ def _fit_and_judge(
         mistake = _explain_mistake(error, state) if may_look else None
         if mistake is None:
             raise
+    finally:
+        state.take_batch()
     if mistake is not None:
         raise ModelError(mistake)
     assert exhausted is not None
@@ -204,13 +204,10 @@ def _save(
             logged, spec, data, state.val, folder / "model", precision=plan.precision
         )
     accounts.lap("checkpoint")
-    alike = bool(result.metrics.get(ALIKE, 0))
-    found = {k: v for k, v in (result.metrics | result.tested).items() if k not in UNLOGGED}
-    judged = {"val": result.cells, "test": state.evaluator.told if result.tested else None}
     classes = {
-        part: scores.write_class_scores(cells, data.class_names, folder, part=part)
-        for part, cells in judged.items()
-        if cells is not None and ranks.is_lead
+        part: scores.write_class_scores(one.cells, data.class_names, folder, part=part)
+        for part, one in (("val", result.evaluation), ("test", result.tested))
+        if one is not None and one.cells is not None and ranks.is_lead
     }
     measured |= accounts.summarize(
         steps=result.steps,
@@ -221,7 +218,7 @@ def _save(
     by_rank = summarize_ranks(ranks, plan.device.name, measured)
     least_rows = min(micro.smallest, ranks.count_most_rows(settings.train.batch_size))
     return TrainFacts(
-        metrics={**found, **measured, **by_rank.metrics},
+        metrics={**result.metrics, **measured, **by_rank.metrics},
         tags={
             "precision": plan.precision,
             "threads": str(threads),
@@ -246,12 +243,11 @@ def _save(
             *check.warnings,
             *warn_of_results(
                 data,
-                result.metrics,
+                result.evaluation,
                 loss=settings.train.loss,
-                alike=alike,
                 best=settings.train.best.name,
             ),
-            *warn_of_test(data, result.metrics, result.tested),
+            *warn_of_test(data, result.evaluation, result.tested),
             *warn_of_progress(settings.train, result, state.best),
             *warn_of_parts(
                 settings.train,
@@ -287,5 +283,6 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 
 def _explain_mistake(error: Exception, state: TrainState) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
-    batch, step = find_batch(error), state.tuned.plain
-    return failed_step.explain_failure(error, state.model, batch, partial(step.forward, *batch))
+    batch, step = state.take_batch(), state.tuned.plain
+    rows = (None, None) if batch is None else (batch.x, batch.y)
+    return failed_step.explain_failure(error, state.model, rows, partial(step.forward, *rows))

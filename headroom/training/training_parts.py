@@ -92,8 +92,7 @@ def read_first_rows(val: Batches) -> Any:
     several ranks share, of one where its part of a batch has no more."""
     whole = val.whole if isinstance(val, RankShare) else val
     with closing(whole.iterate_in_order(2)) as batches:  # type: ignore[type-var]
-        x, _ = next(batches)
-        return nested.take_first_rows(x, 2)
+        return nested.take_first_rows(next(batches).x, 2)
 
 
 def make_example(data: DataFacts, x: Any) -> dict[str, np.ndarray]:

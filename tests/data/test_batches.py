@@ -45,16 +45,16 @@ def text(folder, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return view_token_rows(kept, 5)
 
 
-def taken(share: RankShare, found) -> list[tuple[torch.Tensor, torch.Tensor, float, int]]:
+def taken(found) -> list[tuple[torch.Tensor, torch.Tensor, float, int]]:
     """Each batch with what is told of it, by when it is used."""
-    return [(x.clone(), y.clone(), share.weight, share.rows_of_whole) for x, y in found]
+    return [(x.clone(), y.clone(), weight, rows) for x, y, rows, weight in found]
 
 
 def same_batches(make, *, size: int, batches) -> None:
     """What the ranks take together is what one process takes. batches: of what it is given."""
-    wholes = [(x.clone(), y.clone()) for x, y in batches(make())]
+    wholes = [(x.clone(), y.clone()) for x, y, *_ in batches(make())]
     shares = [RankShare(make(), rank=rank, size=size) for rank in range(size)]
-    found = [taken(share, batches(share)) for share in shares]
+    found = [taken(batches(share)) for share in shares]
     for number, (x, y) in enumerate(wholes):
         parts = [of_rank[number] for of_rank in found]
         of_rows = [len(part) for part in torch.tensor_split(y, size)]
@@ -103,7 +103,7 @@ def test_an_epoch_that_begins_in_its_middle_goes_on_with_the_same_batches(
     order = draw_row_order(31, seed=0, epoch=0)
 
     def batches(share: RankShare):
-        return taken(share, share.iterate_shuffled(7, left, nothing))
+        return taken(share.iterate_shuffled(7, left, nothing))
 
     shares = [
         RankShare(place_rows(x, y, device=CPU, room_bytes=room_bytes), rank=rank, size=3)
@@ -135,7 +135,7 @@ def test_batches_are_gathered_in_place_where_a_graph_reads_them(tmp_path) -> Non
     assert isinstance(kept, ResidentBatches)
     kept._in_place = True
     share, order = RankShare(kept, rank=1, size=2), draw_row_order(30, seed=0, epoch=0)
-    places = [(len(x), x.data_ptr()) for x, _ in share.iterate_shuffled(7, order, nothing)]
+    places = [(len(x), x.data_ptr()) for x, *_ in share.iterate_shuffled(7, order, nothing)]
     assert [rows for rows, _ in places] == [3, 3, 3, 3, 1]
     assert len({place for _, place in places}) == 1
 
@@ -162,12 +162,14 @@ def test_a_rank_reads_its_rows_and_no_others(tmp_path) -> None:
         for array, read in zip(kept._arrays, reads, strict=True):
             array.read = read
         share = RankShare(kept, rank=rank, size=3)
-        judged = [row for _, y in share.iterate_in_order(9) for row in y.tolist()]
+        judged = [row for _, y, *_ in share.iterate_in_order(9) for row in y.tolist()]
         # Batches of 9, 9 and 2, of which the last leaves the third rank one to fill in with.
         own = [[0, 1, 2, 9, 10, 11, 18], [3, 4, 5, 12, 13, 14, 19], [6, 7, 8, 15, 16, 17, 18]]
         assert judged == reads[0] == reads[1] == own[rank]
         reads[0].clear()
-        trained = [row for _, y in share.iterate_shuffled(9, order, nothing) for row in y.tolist()]
+        trained = [
+            row for _, y, *_ in share.iterate_shuffled(9, order, nothing) for row in y.tolist()
+        ]
         assert trained == reads[0] and len(trained) == 7
         assert set(trained[:3]) == set(order[3 * rank : 3 * rank + 3].tolist())
 

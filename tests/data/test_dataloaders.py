@@ -41,15 +41,23 @@ def test_batches_are_the_loaders_own() -> None:
     assert (len(fed), fed.batch_size, fed.count_steps(999), fed.residency) == (20, 8, 3, "loader")
     assert fed.reason == "a loader of its own: batches of 8 from this process, not pinned"
     found = list(fed.iterate_shuffled(5, NO_ORDER, marks.append))
-    assert [len(y) for _, y in found] == [8, 8, 4]
+    assert [batch.rows for batch in found] == [8, 8, 4]
     assert marks == ["data_wait"] * 3
-    assert torch.equal(torch.cat([y for _, y in fed.iterate_in_order(5)]), torch.arange(20))
+    assert torch.equal(torch.cat([y for _, y, *_ in fed.iterate_in_order(5)]), torch.arange(20))
+
+
+def test_a_batch_has_the_rows_of_the_targets_that_have_some() -> None:
+    """Story: a single number that stood first among them made it one row."""
+    scaled = [(torch.zeros(8, 2), {"scale": torch.tensor(2.0), "of": torch.zeros(8)})]
+    fed = LoaderBatches(DataLoader(scaled, batch_size=1, collate_fn=lambda rows: rows[0]), CPU)
+    assert [(batch.rows, batch.weight) for batch in fed.iterate_in_order(1)] == [(8, 1.0)]
+    assert len(fed) == 8
 
 
 @pytest.mark.parametrize(("drop_last", "count"), [(False, 20), (True, 16)])
 def test_rows_of_an_epoch_are_those_that_come(drop_last: bool, count: int) -> None:
     fed = LoaderBatches(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
-    assert len(fed) == count == sum(len(y) for _, y in fed.iterate_in_order(1))
+    assert len(fed) == count == sum(len(y) for _, y, *_ in fed.iterate_in_order(1))
 
 
 class Uneven(BatchSampler):
@@ -68,7 +76,7 @@ def test_rows_of_a_sampler_that_does_not_tell_are_counted() -> None:
     assert (fed.batch_size, fed.count_steps(1)) == (6, 3)
     next(fed.iterate_in_order(1))
     assert len(fed) == 18, "three batches of at most 6, as far as it tells; one was not an epoch"
-    assert sum(len(y) for _, y in fed.iterate_in_order(1)) == 10 == len(fed)
+    assert sum(len(y) for _, y, *_ in fed.iterate_in_order(1)) == 10 == len(fed)
 
 
 class Nested(Dataset):
@@ -83,7 +91,7 @@ class Nested(Dataset):
 def test_inputs_of_any_structure_are_moved_with_it() -> None:
     marks: list[str] = []
     fed = LoaderBatches(DataLoader(Nested(), batch_size=4), META)
-    for number, (x, y) in enumerate(fed.iterate_shuffled(1, NO_ORDER, marks.append), start=1):
+    for number, (x, y, *_) in enumerate(fed.iterate_shuffled(1, NO_ORDER, marks.append), start=1):
         assert marks == ["data_wait", "h2d"] * number
         left = x["b"][1].left
         assert type(x["b"][1]).__name__ == "Pair" and x["b"][1].right[0] == "text"
@@ -95,7 +103,7 @@ def test_inputs_of_any_structure_are_moved_with_it() -> None:
 def test_workers_give_the_same_and_end_with_the_epoch_or_its_early_end() -> None:
     fed = LoaderBatches(DataLoader(rows(), batch_size=8, num_workers=2), CPU)
     assert fed.reason == "a loader of its own: batches of 8 from 2 worker processes, not pinned"
-    assert torch.equal(torch.cat([y for _, y in fed.iterate_in_order(1)]), torch.arange(20))
+    assert torch.equal(torch.cat([y for _, y, *_ in fed.iterate_in_order(1)]), torch.arange(20))
     assert not multiprocessing.active_children()
     for _ in fed.iterate_shuffled(1, NO_ORDER, nothing):
         assert len(multiprocessing.active_children()) == 2

@@ -143,10 +143,10 @@ def test_a_data_set_is_split_by_the_settings_and_shuffled_by_the_seed(
     for _ in range(2):
         train, val = _loaded(_config(validation_fraction=0.25), facts, CPU)
         epochs = [
-            torch.cat([x for x, _ in train.iterate_shuffled(8, NO_ORDER, _nothing)]) for _ in "ab"
+            torch.cat([x for x, *_ in train.iterate_shuffled(8, NO_ORDER, _nothing)]) for _ in "ab"
         ]
         assert not torch.equal(*epochs)
-        held = torch.cat([x for x, _ in val.iterate_in_order(8)])
+        held = torch.cat([x for x, *_ in val.iterate_in_order(8)])
         assert sorted(torch.cat((epochs[0], held))[:, 0].tolist()) == list(range(0, 60, 3))
         orders.append(epochs[0])
     assert torch.equal(*orders), "the same seed gives the same order"
@@ -164,7 +164,7 @@ class Dicts(Dataset):
 """
     facts = _facts(own, "Dicts()", more=more)
     assert facts.task == "classification" and facts.input_shape == (4,)
-    (x, y), *_ = _loaded(_config(), facts, CPU)[0].iterate_in_order(8)
+    (x, y, *_), *_ = _loaded(_config(), facts, CPU)[0].iterate_in_order(8)
     assert set(x) == {"ids", "labels"} and torch.equal(x["labels"], y)
 
 

@@ -97,10 +97,9 @@ def epoch(
     fed: LoaderBatches | RankShare, *, judges: bool = False
 ) -> list[tuple[list[int], float, int]]:
     """The rows of each batch of an epoch, its weight and how many rows the whole batch has."""
-    told = fed if isinstance(fed, RankShare) else None
     return [
-        (y.tolist(), told.weight if told else 1.0, told.rows_of_whole if told else len(y))
-        for _, y in (
+        (batch.y.tolist(), batch.weight, batch.rows)
+        for batch in (
             fed.iterate_in_order(99) if judges else fed.iterate_shuffled(99, NO_ORDER, nothing)
         )
     ]

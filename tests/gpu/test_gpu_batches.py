@@ -49,7 +49,7 @@ def test_batches_hold_the_rows_of_plain_indexing(room_bytes, kind, residency) ->
     order = draw_row_order(500, seed=0, epoch=0)
     for batches in (fed.iterate_shuffled(32, order, nothing), fed.iterate_in_order(32)):
         seen = []
-        for got_x, got_y in batches:
+        for got_x, got_y, *_ in batches:
             assert got_x.device == GPU
             assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
             seen += got_y.tolist()
@@ -62,7 +62,7 @@ def test_resident_batches_come_in_the_order_of_the_cpu_and_in_one_memory() -> No
     fed = place_rows(x, y, device=GPU, room_bytes=PLENTY)
     places, seen = set(), []
     for epoch in range(2):
-        for got_x, got_y in fed.iterate_shuffled(50, order, nothing):
+        for got_x, got_y, *_ in fed.iterate_shuffled(50, order, nothing):
             places.add((got_x.data_ptr(), got_y.data_ptr()))
             seen += got_y.tolist() if epoch else []
     assert seen == order.tolist()
@@ -78,7 +78,7 @@ def test_a_slow_gpu_reads_whole_batches_and_the_host_does_not_run_away() -> None
     torch.cuda.reset_peak_memory_stats(GPU)
     sums, labels = [], []
     for _ in range(2):
-        for got_x, got_y in fed.iterate_shuffled(20, torch.arange(400), nothing):
+        for got_x, got_y, *_ in fed.iterate_shuffled(20, torch.arange(400), nothing):
             torch.cuda._sleep(BUSY_CYCLES // 10)
             sums.append(got_x.double().sum(1))  # read late, long after the host has gone on
             labels.append(got_y.clone())
@@ -123,11 +123,11 @@ def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes)
         (fed.iterate_shuffled(7, order, nothing), order),
         (fed.iterate_in_order(7), straight),
     ):
-        x, y = (torch.cat(part).cpu() for part in zip(*batches, strict=True))
+        x, y = (torch.cat(part).cpu() for part in list(zip(*batches, strict=True))[:2])
         assert torch.equal(x, wide[begins, :-1]) and torch.equal(y, wide[begins, 1:])
     images = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
     fed = place_rows(images, np.arange(40), device=GPU, room_bytes=room_bytes, channels_last=True)
-    for got, numbers in fed.iterate_shuffled(7, draw_row_order(40, seed=0, epoch=0), nothing):
+    for got, numbers, *_ in fed.iterate_shuffled(7, draw_row_order(40, seed=0, epoch=0), nothing):
         assert got.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(got.cpu(), torch.from_numpy(images)[numbers.cpu()])
 
@@ -142,12 +142,12 @@ def test_ranks_take_the_batches_of_one_process_and_know_what_each_is_of(room_byt
     for rank in range(3):
         share = RankShare(place_rows(x, y, device=GPU, room_bytes=room_bytes), rank=rank, size=3)
         taken = []
-        for got_x, got_y in share.iterate_shuffled(20, order, nothing):
+        for got_x, got_y, whole, weight in share.iterate_shuffled(20, order, nothing):
             assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
-            own = got_y.tolist() if share.weight else []
-            assert share.weight == pytest.approx(len(own) * 3 / share.rows_of_whole)
-            taken.append((own, share.rows_of_whole))
-        assert sum(len(got) for _, got in share.iterate_in_order(20)) == (36, 36, 31)[rank]
+            own = got_y.tolist() if weight else []
+            assert weight == pytest.approx(len(own) * 3 / whole)
+            taken.append((own, whole))
+        assert sum(len(got) for _, got, *_ in share.iterate_in_order(20)) == (36, 36, 31)[rank]
         found.append(taken)
     for parts, (chunk, count) in zip(zip(*found, strict=True), wholes, strict=True):
         assert sorted(row for own, _ in parts for row in own) == chunk
@@ -180,5 +180,5 @@ def test_a_loaders_pinned_batches_are_moved() -> None:
     marks: list[str] = []
     found = list(fed.iterate_shuffled(1, torch.arange(0), marks.append))
     assert marks == ["data_wait", "h2d"] * 3 and fed.reason.endswith("this process, pinned")
-    assert torch.equal(torch.cat([y for _, y in found]).cpu(), torch.arange(20))
-    assert {x.device for x, _ in found} == {GPU}
+    assert torch.equal(torch.cat([y for _, y, *_ in found]).cpu(), torch.arange(20))
+    assert {batch.x.device for batch in found} == {GPU}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from headroom.data.batch import Batch
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import OptimConfig, RunConfig
@@ -152,10 +153,10 @@ def _failed_recording(loss) -> None:
         step = GraphedStep(_step(model, loss))
         x = torch.ones(16, 8, device=GPU)
         for _ in range(3):
-            step(x, x, norm=False, watched=Watched.NOT)
+            step(Batch(x, x, len(x)), norm=False, watched=Watched.NOT)
         with pytest.raises(GraphError, match="cannot be recorded as a graph"):
-            step(x, x, norm=False, watched=Watched.NOT)
-        step.step(x, x, norm=False, watched=Watched.NOT)  # the plain step goes on
+            step(Batch(x, x, len(x)), norm=False, watched=Watched.NOT)
+        step.step(Batch(x, x, len(x)), norm=False, watched=Watched.NOT)  # the plain step goes on
 
 
 @pytest.mark.parametrize("loss", [_reads_the_device, _runs_out])
@@ -175,7 +176,7 @@ def test_a_recording_that_somebody_keeps_is_told_by_name_and_is_not_ok() -> None
         step = GraphedStep(_step(nn.Linear(8, 8).to(GPU), nn.functional.mse_loss))
         x = torch.ones(16, 8, device=GPU)
         for _ in range(5):
-            step(x, x, norm=False, watched=Watched.NOT)
+            step(Batch(x, x, len(x)), norm=False, watched=Watched.NOT)
         kept.append(step._replay)
         del step, x
     facts = release_device_memory(GPU, baseline_bytes=before.bytes)
@@ -205,7 +206,7 @@ def test_replayed_steps_know_the_rates_of_parts_and_the_average() -> None:
             for count in range(12):
                 x.copy_(torch.randn(16, 8, generator=drawn))
                 plain.optimizer.set_lr(0.1 / (1 + count))
-                step(x, x, norm=False, watched=Watched.NOT)
+                step(Batch(x, x, len(x)), norm=False, watched=Watched.NOT)
                 with plain.optimizer.use_averages():
                     averaged = [p.detach().clone() for p in model.parameters()]
             if replays:

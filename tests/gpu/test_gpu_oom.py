@@ -151,7 +151,7 @@ def test_what_is_refused_is_done_again_in_parts_that_fit(limit_mib):
     _, micro = micro_batches(16)
     sizes = []
 
-    def attempt(rows):
+    def attempt(batch, rows):
         sizes.append(rows)
         return torch.zeros(rows, 20 * MIB, dtype=torch.uint8, device=GPU)[0, 0].item()
 
@@ -164,7 +164,7 @@ def test_what_is_refused_is_done_again_in_parts_that_fit(limit_mib):
 def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
     accounts, micro = micro_batches(2)
 
-    def attempt(rows):
+    def attempt(batch, rows):
         held = torch.zeros(rows, 8 * MIB, dtype=torch.uint8, device=GPU)
         return held, torch.zeros(2 * limit_mib * MIB, dtype=torch.uint8, device=GPU)
 

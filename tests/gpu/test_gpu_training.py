@@ -196,7 +196,7 @@ def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path
     fed = place_rows(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
     assert fed.residency == "pinned"
     order = draw_row_order(len(fed), seed=0, epoch=0)
-    seen = torch.cat([y for _, y in fed.iterate_shuffled(100, order, lambda phase: None)])
+    seen = torch.cat([y for _, y, *_ in fed.iterate_shuffled(100, order, lambda phase: None)])
     assert seen.is_cuda and len(seen) == data.train_rows
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from headroom.base.nested import get_local_part
+from headroom.data.batch import Batch
 from headroom.device.detection import make_autocast
 from headroom.models import builtin
 from headroom.ranks.ranks import Ranks
@@ -132,7 +133,7 @@ class _Run:
         told: list[float] = []
         for _ in range(count):
             between.get("before", lambda: None)()
-            loss, norm = self.step(*self.batch, norm=True, watched=Watched.NOT)
+            loss, norm = self.step(Batch(*self.batch, ROWS), norm=True, watched=Watched.NOT)
             assert norm is not None
             told += [self.ranks.mean(loss.clone()).item(), norm.item()]
         return told
@@ -322,7 +323,7 @@ def _infinite() -> float:
     run = _Run("mlp", precision="fp16")
     run.steps(1)
     before = [get_local_part(p).detach().clone() for p in run.optimizer.params]
-    run.step.compute_gradients(*run.batch, rows=ROWS)
+    run.step.compute_gradients(Batch(*run.batch, ROWS), rows=ROWS)
     if run.rank == run.ranks.size - 1:
         get_local_part(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
     run.step._update()

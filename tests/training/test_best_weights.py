@@ -1,12 +1,13 @@
 """Which epoch was best, and how long ago."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from torch import nn
 
-from headroom.base.scores import ConfusionCells
+from headroom.base.scores import ConfusionCells, Evaluation
 from headroom.settings.run_config import BestMetric
 from headroom.training.evaluation import BestWeights
 
@@ -14,7 +15,7 @@ from headroom.training.evaluation import BestWeights
 def test_epochs_are_counted_from_the_best_one() -> None:
     best, waited = BestWeights(), []
     for epoch, loss in enumerate([3.0, 2.0, 2.0, 2.5, 1.0, math.nan, math.inf, 0.5], 1):
-        best.record({"val/loss": loss}, epoch)
+        best.record(Evaluation({"val/loss": loss}), epoch)
         waited.append((best.epoch, best.waited))
     assert waited == [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0), (5, 1), (5, 2), (8, 0)]
 
@@ -23,29 +24,35 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
     best, model = BestWeights(), nn.Linear(1, 1, bias=False)
     for epoch, (loss, weight) in enumerate([(2.0, 1.0), (1.0, 2.0), (1.5, 3.0)], 1):
         nn.init.constant_(model.weight, weight)
-        best.record({"val/loss": loss}, epoch)
+        best.record(Evaluation({"val/loss": loss}), epoch)
         best.keep(model)
-    found = best.restore_best(model, {"val/loss": 1.5})
-    assert model.weight.item() == 2 and found == {"val/loss": 1.0, "train/best_epoch": 2.0}
+    found = best.restore_best(model, Evaluation({"val/loss": 1.5}))
+    assert model.weight.item() == 2
+    assert found.metrics == {"val/loss": 1.0, "train/best_epoch": 2.0}
 
 
-def test_the_cells_of_the_best_epoch_come_back_with_its_weights() -> None:
-    best, cells = BestWeights(), [ConfusionCells(np.full((3, 1), k)) for k in range(2)]
-    best.record({"val/loss": 1.0}, 1, cells=cells[0])
-    best.record({"val/loss": 2.0}, 2, cells=cells[1])
-    assert best.cells is cells[0]
-    again = BestWeights()
+def test_all_of_the_best_evaluation_comes_back_with_its_weights() -> None:
+    """Also from a checkpoint: warnings are made of more than its metrics."""
+    best, cells = BestWeights(), ConfusionCells(np.zeros((3, 1), np.int64))
+    found = Evaluation({"val/loss": 1.0}, cells, is_constant=True, r2_error=0.5, mean_rmse=2.0)
+    best.record(found, 1)
+    best.record(Evaluation({"val/loss": 2.0}), 2)
+    again, model = BestWeights(), nn.Linear(1, 1)
     again.restore(best.state())
-    assert again.cells is not None and (again.cells.table == 0).all()
+    for one in (best, again):
+        restored = one.restore_best(model, Evaluation())
+        assert restored.cells is not None and (restored.cells.table == 0).all()
+        metrics = {"val/loss": 1.0, "train/best_epoch": 1.0}
+        assert replace(restored, cells=cells) == replace(found, metrics=metrics)
 
 
 def test_the_best_may_be_the_highest_of_another_metric() -> None:
     best, found = BestWeights(metric=BestMetric("val/accuracy", False)), []
     for epoch, value in enumerate([0.5, 0.7, 0.7, 0.6, math.nan, 0.8], 1):
-        best.record({"val/loss": float(epoch), "val/accuracy": value}, epoch)
+        best.record(Evaluation({"val/loss": float(epoch), "val/accuracy": value}), epoch)
         found.append((best.epoch, best.waited))
     assert found == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (6, 0)]
-    best.record({"val/loss": 0.0}, 7)  # not measured this time
+    best.record(Evaluation({"val/loss": 0.0}), 7)  # not measured this time
     assert (best.epoch, best.waited) == (6, 1)
 
 
@@ -58,7 +65,7 @@ def test_patience_wants_an_improvement_by_min_delta_and_the_best_is_the_best(
     metric = BestMetric("val/x", is_lower)
     best, found = BestWeights(metric=metric, min_delta=0.25), []
     for epoch, value in enumerate([2.0, 1.875, 1.75, 1.625, 1.5, 1.625], 1):
-        best.record({"val/x": value if is_lower else -value}, epoch)
+        best.record(Evaluation({"val/x": value if is_lower else -value}), epoch)
         found.append((best.epoch, best.waited))
         state = best.state()
         best = BestWeights(metric=metric, min_delta=0.25)
@@ -72,7 +79,7 @@ def _is_improving(values: list[float]) -> bool:
         again = BestWeights()
         again.restore(best.state())  # as a training does that goes on
         best = again
-        best.record({"val/loss": value}, epoch)
+        best.record(Evaluation({"val/loss": value}), epoch)
     return best.is_improving()
 
 

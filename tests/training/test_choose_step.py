@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from headroom.data.batch import Batch
 from headroom.training import choose_step, optim
 from headroom.training.choose_step import CompileError, EarlierTimings, TunedStep
 from headroom.training.cuda_graph import GraphError
@@ -45,7 +46,7 @@ def _take(step, count: int) -> list[float]:
     for i in range(count):
         rows = 5 if i % 9 == 8 else 16
         x, y = torch.randn(rows, 6, generator=draw), torch.randint(3, (rows,), generator=draw)
-        losses.append(step(x, y, norm=False, watched=Watched.NOT).loss.item())
+        losses.append(step(Batch(x, y, len(y)), norm=False, watched=Watched.NOT).loss.item())
     return losses
 
 

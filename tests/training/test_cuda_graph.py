@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from headroom.data.batch import Batch
 from headroom.training import optim
 from headroom.training.cuda_graph import WARM_UP, GraphedStep
 from headroom.training.micro_batches import SingleAttempt
@@ -65,7 +66,11 @@ def _losses(step, optimizer, *, watched: tuple[int, ...] = ()) -> list[float]:
     for i, (x, y) in enumerate(_batches()):
         optimizer.set_lr(0.05 / (i + 1))  # a replay must see each new rate
         losses.append(
-            step(x, y, norm=False, watched=Watched.TIMED if i in watched else Watched.NOT).loss
+            step(
+                Batch(x, y, len(y)),
+                norm=False,
+                watched=Watched.TIMED if i in watched else Watched.NOT,
+            ).loss
         )
     return [loss.item() for loss in losses]
 
@@ -89,7 +94,9 @@ def test_replayed_steps_train_as_plain_ones(clip_norm, micro_rows, watched) -> N
 def test_what_a_replay_returns_is_kept_from_the_next_replay() -> None:
     inner = _step()
     graphed = GraphedStep(inner, record=_Recorder())
-    kept = [graphed(x, y, norm=False, watched=Watched.NOT).loss for x, y in _batches()]
+    kept = [
+        graphed(Batch(x, y, len(y)), norm=False, watched=Watched.NOT).loss for x, y in _batches()
+    ]
     assert len({loss.item() for loss in kept}) == len(kept)
 
 
@@ -99,7 +106,7 @@ def test_clipped_replays_tell_the_norm_before_clipping() -> None:
     recorder.clips = True
     graphed = GraphedStep(inner, record=recorder)
     for x, y in _batches():
-        expected = plain(x, y, norm=True, watched=Watched.NOT).grad_norm
+        expected = plain(Batch(x, y, len(y)), norm=True, watched=Watched.NOT).grad_norm
         torch.testing.assert_close(
-            graphed(x, y, norm=True, watched=Watched.NOT).grad_norm, expected
+            graphed(Batch(x, y, len(y)), norm=True, watched=Watched.NOT).grad_norm, expected
         )

@@ -12,8 +12,8 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from headroom.base.facts import DataFacts
-from headroom.base.names import BY_CHANCE, R2_ERROR, TASKS, list_best_metrics
-from headroom.base.scores import ConfusionCells
+from headroom.base.names import TASKS, list_best_metrics
+from headroom.base.scores import Evaluation
 from headroom.data.dataset_batches import place_rows
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
@@ -38,12 +38,12 @@ class _Parts(SingleAttempt):
     """As many rows are read as given, and two of them at once go through the model."""
 
     def fit(self, attempt, batch):
-        return attempt(*batch, 2)
+        return attempt(batch, 2)
 
 
-def _judged(
+def _evaluated(
     task: str, outputs: np.ndarray, y: np.ndarray, *, rows_read: int = 3, part="val", **more
-) -> dict[str, float]:
+) -> Evaluation:
     """Of a model that gives those outputs, row by row."""
     accounts = MemoryByOwner(AllocationLog(CPU), dict)
     phases = Phases(HostClock(), MemoryMeter(CPU), accounts, count_every=None)
@@ -51,9 +51,11 @@ def _judged(
         task, LOSSES[task], nullcontext, micro=_Parts(rows_read), phases=phases, **more
     )
     rows = place_rows(outputs, y, device=CPU, room_bytes=10**9)
-    found = evaluate(nn.Identity(), rows, evaluator, part=part)
-    hidden = BY_CHANCE, R2_ERROR  # for warnings; see test_figures.py
-    return {name: value for name, value in found.items() if name not in hidden}
+    return evaluate(nn.Identity(), rows, evaluator, part=part)
+
+
+def _judged(task: str, outputs: np.ndarray, y: np.ndarray, **more) -> dict[str, float]:
+    return _evaluated(task, outputs, y, **more).metrics
 
 
 def _outputs(*shape: int, seed: int = 0) -> np.ndarray:
@@ -128,7 +130,7 @@ def test_every_figure_of_an_evaluation_is_no_name_for_an_own_metric(task: str) -
     """Story: an own metric called macro_f1 took the place of the task's own: val/macro_f1 77."""
     names = _judge_every_figure(task)
     assert {f"val/{name}" for name in names} >= {*list_best_metrics(task, classes=12)}
-    assert task != "classification" or names >= {"top5_accuracy", "largest_class_share", "alike"}
+    assert task != "classification" or names >= {"top5_accuracy", "largest_class_share"}
     for name in names:
         with pytest.raises(ValueError, match=f"'{name}' is the name of a figure of the task"):
             TrainConfig(metrics={name: "torch.nn.functional:l1_loss"})
@@ -144,13 +146,12 @@ def test_a_part_of_its_own_names_its_figures() -> None:
 
 def test_a_classification_leaves_its_cells_and_others_none() -> None:
     outputs, y = _outputs(40, 3), np.arange(40) % 3
-    cells: list[ConfusionCells] = []
-    _judged("classification", outputs, y, cells=cells)
+    cells = _evaluated("classification", outputs, y).cells
+    assert cells is not None
     matrix = np.zeros((3, 3), int)
-    matrix[cells[0].table[0], cells[0].table[1]] = cells[0].table[2]
+    matrix[cells.table[0], cells.table[1]] = cells.table[2]
     assert (matrix == sk.confusion_matrix(y, outputs.argmax(1))).all()
-    _judged("regression", outputs, outputs, cells=cells)
-    assert not cells
+    assert _evaluated("regression", outputs, outputs).cells is None
 
 
 @pytest.mark.filterwarnings("error")
@@ -224,25 +225,23 @@ def test_a_metric_of_the_users_own_counts_each_batch_by_its_rows() -> None:
     assert found["val/most"] == pytest.approx(expected)
 
 
-ALIKE = "alike"
-
-
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_the_same_answer_to_every_row_is_told_where_there_is_more_than_one(rows: int) -> None:
     classes = np.zeros((rows, 3), dtype=np.float32)
     classes[:, 2] = 1
     y = np.arange(rows) % 3
-    assert (ALIKE in _judged("classification", classes, y)) == (rows > 1)
+    assert _evaluated("classification", classes, y).is_constant == (rows > 1)
     values, targets = np.full((rows, 2), 0.3, np.float32), _outputs(rows, 2)
-    assert (ALIKE in _judged("regression", values, targets)) == (rows > 1)
+    assert _evaluated("regression", values, targets).is_constant == (rows > 1)
     if rows > 1:
         classes[-1, 1], values[-1, 1] = 2, 0.31
-        assert ALIKE not in _judged("classification", classes, y)
-        assert ALIKE not in _judged("regression", values, targets)
+        assert not _evaluated("classification", classes, y).is_constant
+        assert not _evaluated("regression", values, targets).is_constant
 
 
 def test_of_labels_and_tokens_nobody_asks_if_the_answers_are_alike() -> None:
-    assert ALIKE not in _judged("multilabel", np.ones((4, 2), np.float32), np.eye(4, 2, dtype="f"))
+    labels = np.eye(4, 2, dtype=np.float32)
+    assert not _evaluated("multilabel", np.ones((4, 2), np.float32), labels).is_constant
 
 
 def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
@@ -276,7 +275,7 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
 
     class Narrow:
         def __init__(self) -> None:
-            self.residency, self.weight = residency, 1.0
+            self.residency = residency
 
         def __len__(self) -> int:
             return len(batches)

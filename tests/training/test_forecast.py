@@ -7,6 +7,8 @@ import torch
 
 from benchmarks import forecast as benchmark
 from headroom.base.facts import DataFacts, DeviceFacts
+from headroom.base.scores import Evaluation
+from headroom.data.batch import Batch
 from headroom.data.dataset_batches import place_rows
 from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.device.detection import detect_best_device
@@ -100,7 +102,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         ledger.own("data", (*rows.list_tensors(), *val.list_tensors()))
         best = BestWeights(keeps=plan.keeps_best)
-        best.record({"val/loss": 0.0}, 1)
+        best.record(Evaluation({"val/loss": 0.0}), 1)
         best.keep(model)
         step = build.make_step(
             plan,
@@ -112,9 +114,9 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         order = rows.draw_order(seed=0, epoch=0)[: 2 * config.train.batch_size]
         mark("setup")
-        for x, y in rows.iterate_shuffled(config.train.batch_size, order, mark):
+        for x, y, *_ in rows.iterate_shuffled(config.train.batch_size, order, mark):
             ledger.own("batch", (x, y))
-            step(x, y, norm=True, watched=Watched.NOT)
+            step(Batch(x, y, len(y)), norm=True, watched=Watched.NOT)
             del x, y  # as the loop does
     return found
 

@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from headroom.base.scores import Evaluation
 from headroom.data.dataloaders import LoaderBatches
 from headroom.data.dataset_batches import draw_row_order, place_rows
 from headroom.settings.run_config import OptimConfig
 from headroom.training import loop, optim
 from headroom.training.evaluation import BestWeights, Evaluator, evaluate
-from headroom.training.loop import TrainingResult, find_batch
+from headroom.training.loop import TrainingResult
 from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import Schedule
@@ -210,12 +211,11 @@ def test_patience_stops_and_keeps_the_best_weights() -> None:
     assert fitted.stopped_early and fitted.epochs == len(losses) < 60
     assert losses.index(min(losses)) == len(losses) - 3
     assert fitted.metrics["val/loss"] == min(losses)
-    again = evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)
-    assert again["val/loss"] == pytest.approx(min(losses))
+    assert _judged_again(model) == pytest.approx(min(losses))
 
 
 def _judged_again(model: nn.Module) -> float:
-    return evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)["val/loss"]
+    return evaluate(model, _data(40, seed=2), _tools(model, None).evaluator).metrics["val/loss"]
 
 
 def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for() -> None:
@@ -236,16 +236,16 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
     model, best = _model(), BestWeights()
-    best.record({"val/loss": 2.0}, 1)
+    best.record(Evaluation({"val/loss": 2.0}), 1)
     best.keep(model)
     (kept, *_) = best.iterate_kept()
     first = kept.clone()
     with torch.no_grad():
         model[0].weight += 1
-    best.record({"val/loss": 3.0}, 2)
+    best.record(Evaluation({"val/loss": 3.0}), 2)
     best.keep(model)  # worse: nothing is copied
     assert torch.equal(kept, first)
-    best.record({"val/loss": 1.0}, 3)
+    best.record(Evaluation({"val/loss": 1.0}), 3)
     best.keep(model)
     assert torch.equal(kept, first + 1) and next(best.iterate_kept()) is kept
     one = BestWeights()
@@ -256,25 +256,26 @@ def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> None:
     model, best = _model(), BestWeights()
-    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
+    assert best.restore_best(model, Evaluation({"val/loss": bad})).metrics == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
-        best.record({"val/loss": loss}, epoch)
+        best.record(Evaluation({"val/loss": loss}), epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
     assert best.waited == 2
-    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
+    found = best.restore_best(model, Evaluation({"val/loss": bad}))
+    assert found.metrics == {"val/loss": 2.0, "train/best_epoch": 2}
     assert (model[0].weight == 1).all()
 
 
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
     model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
-    best.record({"val/loss": 1.0}, 1)
+    best.record(Evaluation({"val/loss": 1.0}), 1)
     best.keep(model)
     model.seen = torch.zeros(5)
-    best.record({"val/loss": 2.0}, 2)
-    best.restore_best(model, {})
+    best.record(Evaluation({"val/loss": 2.0}), 2)
+    best.restore_best(model, Evaluation())
     assert model.seen.tolist() == [1, 1]
 
 
@@ -314,7 +315,7 @@ def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> N
     model.train()
     tools = _tools(model, None)
     both = [evaluate(model, _data(40, seed=2), tools.evaluator) for _ in range(2)]
-    assert both[0] == both[1]
+    assert both[0].metrics == both[1].metrics
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -342,7 +343,6 @@ class _Narrow:
     """Rows from the host, of which a device takes only so many at once, one batch at a time."""
 
     residency, copy_s, begins_again = "host", None, False
-    weight, rows_of_whole = 1.0, None
 
     def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
         self._rows, self._most, self._from = _data(rows, seed=2), most, from_step
@@ -366,11 +366,11 @@ class _Narrow:
 
     def _sent(self, batch):
         assert not any(part() is not None for part in self.last), "the batch before is still there"
-        if len(batch[1]) > self._most and len(self.given) + 1 >= self._from:
+        if batch.rows > self._most and len(self.given) + 1 >= self._from:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-        batch = tuple(part.clone() for part in batch)
-        self.last = tuple(map(weakref.ref, batch))
-        self.given.append(len(batch[1]))
+        batch = batch._replace(x=batch.x.clone(), y=batch.y.clone())
+        self.last = weakref.ref(batch.x), weakref.ref(batch.y)
+        self.given.append(batch.rows)
         return batch
 
 
@@ -420,13 +420,13 @@ def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
     model = _model()
     tools, calls = _tools(model, lambda metrics, step: None), []
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         calls.append(1)
         if len(calls) == 5:
             raise MemoryExhausted(
                 MemoryFailure("CUDA error: out of memory", "optimizer", tried=(4, 2))
             )
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     with pytest.raises(MemoryExhausted) as ended:
         fit_model(
@@ -446,9 +446,9 @@ def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) ->
     model, rates, norms, begun = _model(), [], [], []
     tools = _tools(model, lambda metrics, step: None)
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         norms.append(norm)
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     def begin(step, *, is_log_point):
         begun.append((step, is_log_point))
@@ -479,12 +479,12 @@ def test_an_allocator_that_had_to_free_its_cache_is_asked_for_less_at_log_points
     assert eased == ["the allocator had to free its cache twice running"] * 3  # steps 4, 8, 9
 
 
-def test_the_same_answer_to_all_rows_is_kept_with_the_metrics_and_not_logged() -> None:
+def test_the_same_answer_to_all_rows_is_kept_beside_the_metrics() -> None:
     model = nn.Sequential(nn.Linear(6, 2))
     nn.init.zeros_(model[0].weight)
     fitted, logged = _fit(model, replace(PLAN, epochs=1), lr=0.0)
-    assert fitted.metrics["alike"] == 1.0
-    assert not any("alike" in metrics for _, metrics in logged)
+    assert fitted.evaluation.is_constant
+    assert all(name.startswith(("val/", "train/")) for name in fitted.metrics)
 
 
 @pytest.mark.parametrize(
@@ -505,10 +505,10 @@ def test_the_seconds_of_a_training_have_names() -> None:
     model, slept = _model(), []
     tools = _tools(model, lambda metrics, step: None)
 
-    def step(x, y, *, norm, watched):
+    def step(batch, *, norm, watched):
         if not slept:
             slept.append(time.sleep(0.3))
-        return tools.step(x, y, norm=norm, watched=watched)
+        return tools.step(batch, norm=norm, watched=watched)
 
     made = replace(tools, step=step)
     fit_model(
@@ -523,7 +523,7 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
     model = _model()
     tools = _tools(model, lambda metrics, step: None)
 
-    def fails(x, y, *, norm, watched):
+    def fails(batch, *, norm, watched):
         raise ValueError("theirs")
 
     def judges(outputs, y):
@@ -531,17 +531,24 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
         raise ValueError("theirs")
 
     data = _data(40, seed=1)
-    with pytest.raises(ValueError) as trained:
-        fit_model(model, data, data, schedule=PLAN, tools=replace(tools, step=fails))
+    state = replace(tools, step=fails, train=data)
+    with pytest.raises(ValueError):
+        loop.fit_model(state, PLAN)
     first = draw_row_order(40, seed=0, epoch=0)[:16]
-    assert torch.equal(find_batch(trained.value)[0], data.x[first])
-    assert torch.equal(find_batch(trained.value)[1], data.y[first])
-    with pytest.raises(ValueError) as judged:
-        evaluate(model, data, replace(tools.evaluator, loss=judges))
-    assert torch.equal(find_batch(judged.value)[0], data.x)
-    with pytest.raises(ValueError) as neither:
-        judges(1, 2)
-    assert find_batch(neither.value) == (None, None)
+    x, y, *_ = state.take_batch()
+    assert torch.equal(x, data.x[first]) and torch.equal(y, data.y[first])
+    assert state.take_batch() is None, "nobody keeps it any longer"
+    evaluator = replace(tools.evaluator, loss=judges)
+    state = replace(tools, evaluator=evaluator)
+    with pytest.raises(ValueError):
+        evaluate(model, data, evaluator)
+    assert torch.equal(state.take_batch()[0], data.x) and state.take_batch() is None
+
+
+def test_no_batch_is_kept_once_its_step_or_its_evaluation_is_done() -> None:
+    state = _tools(_model(), lambda metrics, step: None)
+    loop.fit_model(state, PLAN)
+    assert state.batch is None and state.evaluator.batch is None
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 7])

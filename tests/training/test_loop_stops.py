@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from headroom.base.scores import Evaluation
 from headroom.data.dataloaders import LoaderBatches
 from headroom.data.dataset_batches import place_rows
 from headroom.training import loop
@@ -65,9 +66,9 @@ def kept_by(plan=PLAN, *, begin=START, stops=(), best=None, train=None, lr: floa
     tools = _tools(model, lambda metrics, step: None, lr=lr, best=best)
     asked = iter([*stops, *[None] * 100])
 
-    def step(x, y, *, norm, watched):
-        seen.append(x.clone())
-        return tools.step(x, y, norm=norm, watched=watched)
+    def step(batch, *, norm, watched):
+        seen.append(batch.x.clone())
+        return tools.step(batch, norm=norm, watched=watched)
 
     made = replace(tools, step=step, checkpoints=kept)
     fitted: TrainingResult = fit_model(
@@ -170,7 +171,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
 )
 def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, early) -> None:
     best = BestWeights()
-    best.record({"val/loss": -1.0}, 1)
+    best.record(Evaluation({"val/loss": -1.0}), 1)
     best.waited = waited
     fitted, calls, seen, *_ = kept_by(replace(PLAN, patience=patience), begin=begin, best=best)
     assert (len(seen), fitted.stopped_early) == (trained, early)
@@ -248,4 +249,4 @@ def test_a_training_that_is_stopped_within_an_epoch_has_the_weights_of_its_best(
     )
     assert (fitted.steps, fitted.metrics["train/best_epoch"]) == (5, 1)
     again = evaluate(model, val, tools.evaluator)
-    assert again["val/loss"] == fitted.metrics["val/loss"]
+    assert again.metrics["val/loss"] == fitted.metrics["val/loss"]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from headroom.data.batch import Batch
 from headroom.training import micro_batches, optim
 from headroom.training.micro_batches import (
     MemoryExhausted,
@@ -110,7 +111,9 @@ class _Training:
             y = torch.randint(3, (ROWS,), generator=draw)
             self.ledger.own("batch", [x, y])
             with self.ledger.count_allocations():
-                losses.append(self.step(x, y, norm=False, watched=Watched.NOT).loss.item())
+                losses.append(
+                    self.step(Batch(x, y, len(y)), norm=False, watched=Watched.NOT).loss.item()
+                )
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -313,7 +316,7 @@ class _Tried:
         self, whole: int, most: int, *, rows: int | None = None, dropout: float = 0.0
     ) -> None:
         self.most, self.rows = most, []
-        self.batch = (torch.zeros(whole, 3),)
+        self.batch = torch.zeros(whole, 3)
         model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(dropout))
         accounts = MemoryByOwner(AllocationLog(CPU), dict)
         self.micro = MicroBatches(
@@ -498,5 +501,5 @@ def test_running_out_is_told_with_the_innermost_phase_and_the_step() -> None:
 
 
 def test_the_fixed_size_never_recovers() -> None:
-    assert SingleAttempt(3).fit(lambda x, rows: (x, rows), (5,)) == (5, 3)
+    assert SingleAttempt(3).fit(lambda x, rows: (x, rows), 5) == (5, 3)
     assert SingleAttempt(3).recovered == 0

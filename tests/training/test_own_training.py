@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from headroom.base import nested
 from headroom.base.facts import TrainFacts
+from headroom.data.batch import Batch
 from headroom.data.preparation import prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.device.detection import detect_best_device
@@ -514,7 +515,7 @@ def test_micro_batches_of_a_dict_give_the_gradients_of_the_whole() -> None:
         step = Step(
             _loss, optimizer, scaler, nullcontext, None, SingleAttempt(rows), lambda phase: None
         )
-        outcome = step(x, y, norm=True, watched=Watched.NOT)
+        outcome = step(Batch(x, y, len(y)), norm=True, watched=Watched.NOT)
         grads.append((outcome.loss.item(), model.weight.grad.clone()))
     assert grads[0][0] == pytest.approx(grads[1][0])
     torch.testing.assert_close(grads[0][1], grads[1][1])
@@ -538,8 +539,6 @@ def test_a_structure_is_split_by_its_rows_and_described_in_plain_values() -> Non
 class _Kept:
     """Batches as they are."""
 
-    weight = 1.0
-
     def __init__(self, *batches: Any) -> None:
         self._batches = batches
 
@@ -547,7 +546,7 @@ class _Kept:
         return sum(nested.count_rows(y) for _, y in self._batches)
 
     def iterate_in_order(self, batch_size: int):
-        return iter(self._batches)
+        return (Batch(x, y, nested.count_rows(y)) for x, y in self._batches)
 
 
 class _Unwatched:
@@ -564,7 +563,7 @@ def _figures(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int
     evaluator = Evaluator(
         task, loss, nullcontext, SingleAttempt(rows), _Unwatched(), metrics=metrics or {}
     )
-    return evaluate(nn.Identity(), _Kept(*batches), evaluator)
+    return evaluate(nn.Identity(), _Kept(*batches), evaluator).metrics
 
 
 @pytest.mark.parametrize("rows", [100, 1])

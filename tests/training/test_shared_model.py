@@ -47,5 +47,5 @@ def test_the_attempt_that_finds_the_rows_leaves_a_list_as_it_was() -> None:
     )
     rows = torch.ones(4, 2)
     for step in range(3):
-        micro.fit(lambda x, rows: model(x), [rows])
+        micro.fit(lambda x, rows: model(x), rows)
         assert model.seen == [4] * (step + 1)

@@ -54,9 +54,9 @@ def sure(batches: Any) -> RankShare:
     return batches
 
 
-def parts_of(share: RankShare, found: Any) -> list[list[list[float]]]:
+def parts_of(found: Any) -> list[list[list[float]]]:
     """The inputs of each batch that are the rank's own."""
-    return [x.tolist() if share.weight else [] for x, _ in found]
+    return [batch.x.tolist() if batch.weight else [] for batch in found]
 
 
 def together(ranks: list[list[list[list[float]]]]) -> list[list[list[float]]]:
@@ -84,7 +84,7 @@ def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts
     assert not any(isinstance(rows, RankShare) for rows in (train, val, test))
     order = train.draw_order(seed=0, epoch=0)
     expected = [
-        [sorted(x.tolist()) for x, _ in found]
+        [sorted(x.tolist()) for x, *_ in found]
         for found in (
             train.iterate_shuffled(8, order, nothing),
             val.iterate_in_order(4),
@@ -97,9 +97,9 @@ def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts
             sure, open_batches(make_plan(config, device, data), MODEL, rank=rank, size=3)
         )
         test = sure(open_test_batches(make_plan(config, device, data), MODEL, rank=rank, size=3))
-        found[0].append(parts_of(train, train.iterate_shuffled(8, order, nothing)))
-        found[1].append(parts_of(val, val.iterate_in_order(4)))
-        found[2].append(parts_of(test, test.iterate_in_order(4)))
+        found[0].append(parts_of(train.iterate_shuffled(8, order, nothing)))
+        found[1].append(parts_of(val.iterate_in_order(4)))
+        found[2].append(parts_of(test.iterate_in_order(4)))
         assert len(read_first_rows(val)) == 2, "the example is no share"
     assert [together(ranks) for ranks in found] == expected
 
@@ -119,7 +119,7 @@ def test_rows_that_a_factory_draws_are_the_same_on_every_rank(own: Own, tmp_path
             make_plan(config, detect_best_device("cpu"), facts), MODEL, rank=rank, size=2
         )
         for part, share in zip(found, map(sure, shares), strict=True):
-            part.append(parts_of(share, share.iterate_in_order(8)))
+            part.append(parts_of(share.iterate_in_order(8)))
         after.append((random.random(), np.random.random()))
     rows = [row for part in found for batch in together(part) for row in batch]
     assert not set(after[0]) & set(after[1]), "augmentations of other rows are others"
