@@ -41,7 +41,8 @@ from headroom.models import builtin
 from headroom.models.parameter_patterns import freeze_parameters
 from headroom.settings.run_config import FUSED, ModelConfig
 from headroom.training import build, own_model
-from headroom.training.evaluation import choose_eval_rows, iterate_tensors
+from headroom.training.best_weights import iterate_tensors
+from headroom.training.evaluation import choose_eval_rows
 from headroom.training.losses import find_own_functions, make_loss
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optimizer_step import Step

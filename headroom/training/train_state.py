@@ -22,10 +22,11 @@ from headroom.data.dataloaders import LoaderBatches
 from headroom.device.memory_limit import compute_room_bytes
 from headroom.models import predictor
 from headroom.training.averaging import choose_count
+from headroom.training.best_weights import BestWeights
 from headroom.training.build import choose_forward, make_optimizer, make_step
 from headroom.training.checkpoints import Checkpoints, TrainingPosition
 from headroom.training.choose_step import TunedStep
-from headroom.training.evaluation import BestWeights, Evaluator, choose_eval_rows
+from headroom.training.evaluation import Evaluator, choose_eval_rows
 from headroom.training.losses import (
     find_own_functions,
     load_own_metrics,

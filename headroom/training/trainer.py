@@ -26,10 +26,11 @@ from headroom.training.admission import (
     make_forecast_figures,
 )
 from headroom.training.averaging import warn_of_parts
+from headroom.training.best_weights import BestWeights
 from headroom.training.build import describe_model
 from headroom.training.check_training import check_plan
 from headroom.training.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
-from headroom.training.evaluation import BestWeights, evaluate
+from headroom.training.evaluation import evaluate
 from headroom.training.loop import (
     StopCheck,
     TimeBudget,

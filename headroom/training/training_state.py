@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headroom.base.nested import shard_like
 from headroom.base.seeds import get_random_state, set_random_state
-from headroom.training.evaluation import iterate_tensors
+from headroom.training.best_weights import iterate_tensors
 from headroom.watch.pinned_memory import PINNING, allocate_pinned
 
 

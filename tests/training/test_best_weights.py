@@ -9,7 +9,7 @@ from torch import nn
 
 from headroom.base.scores import ConfusionCells, Evaluation
 from headroom.settings.run_config import BestMetric
-from headroom.training.evaluation import BestWeights
+from headroom.training.best_weights import BestWeights
 
 
 def test_epochs_are_counted_from_the_best_one() -> None:

@@ -21,7 +21,7 @@ from headroom.settings.run_config import (
 )
 from headroom.training import build
 from headroom.training import forecast as forecasting
-from headroom.training.evaluation import BestWeights
+from headroom.training.best_weights import BestWeights
 from headroom.training.forecast import (
     UnforeseeableMemory,
     find_largest_micro_batch,

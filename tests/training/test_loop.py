@@ -16,7 +16,8 @@ from headroom.data.dataloaders import LoaderBatches
 from headroom.data.dataset_batches import draw_row_order, place_rows
 from headroom.settings.run_config import OptimConfig
 from headroom.training import loop, optim
-from headroom.training.evaluation import BestWeights, Evaluator, evaluate
+from headroom.training.best_weights import BestWeights
+from headroom.training.evaluation import Evaluator, evaluate
 from headroom.training.loop import TrainingResult
 from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from headroom.training.optimizer_step import Step

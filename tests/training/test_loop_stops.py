@@ -10,8 +10,9 @@ from headroom.base.scores import Evaluation
 from headroom.data.dataloaders import LoaderBatches
 from headroom.data.dataset_batches import place_rows
 from headroom.training import loop
+from headroom.training.best_weights import BestWeights
 from headroom.training.checkpoints import TrainingPosition
-from headroom.training.evaluation import BestWeights, evaluate
+from headroom.training.evaluation import evaluate
 from headroom.training.loop import StopRequest, TrainingResult
 from headroom.watch.step_metrics import Diverged
 from tests.training.test_loop import (
