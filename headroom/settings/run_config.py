@@ -15,16 +15,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
-    Strict,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from headroom.base.import_paths import IMPORT_PATH, is_import_path
 from headroom.base.names import Place, is_lower_better, is_taken, list_shown
+from headroom.settings.arguments import OPTIMIZER_ARGS, SCHEDULE_ARGS, check_arguments
 from headroom.settings.file_formats import (
     ARRAYS,
     FORMATS,
@@ -37,11 +36,7 @@ from headroom.settings.file_formats import (
     list_formats,
 )
 from headroom.settings.model_args import BUILTIN_ARGS, find_argument_problems
-
-Int = Annotated[int, Strict()]  # `true` is not 1
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, Strict()]  # "yes" is not true
-Text = Annotated[str, Strict(), Field(max_length=4096)]
+from headroom.settings.section import Bool, Float, Int, Section, Text
 
 
 def _check_printable(text: str) -> str:
@@ -67,12 +62,6 @@ def require_known(known: Iterable[str]) -> AfterValidator:
         )
 
     return AfterValidator(check)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
-    )
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
@@ -330,28 +319,8 @@ class DataConfig(Section):
 
 
 FUSED = ("adamw", "sgd")
-TORCH_OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
-# What PyTorch presets where it differs from ours. Where a name is not here, ours count.
-TORCH_PRESETS: dict[str, dict[str, float]] = {
-    "Muon": {"momentum": 0.95, "weight_decay": 0.1},
-    "RMSprop": {"momentum": 0.0, "weight_decay": 0.0},
-    "SGD": {"momentum": 0.0, "weight_decay": 0.0},
-    **dict.fromkeys(
-        ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam"),
-        {"weight_decay": 0.0},
-    ),
-}
-SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
-# The schedules that look at a setting.
-SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
-    "optim.min_lr_fraction": ("cosine", "linear", "plateau"),
-    "optim.gamma": ("step", "plateau"),
-    "optim.step_epochs": ("step",),
-    "optim.plateau_patience": ("plateau",),
-}
+WEIGHT_DECAY = 0.01  # of these, of an optimizer of one's own, and of AdamW
+WEIGHT_DECAYS = {"Muon": 0.1, "AdamW": WEIGHT_DECAY}  # PyTorch's presets; else 0
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
@@ -410,58 +379,62 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
+    name: Annotated[Text, require_known(OPTIMIZER_ARGS)] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
-    class of torch.optim, with PyTorch's own presets of momentum and weight_decay, of which Muon
-    trains matrices only; package.module:Class: your own, called with the parameters and, where it
-    has parameters of these names, with lr, weight_decay, momentum and betas."""
+    class of torch.optim, of which Muon trains matrices only; package.module:Class: your own, called
+    with the parameters and, where it has parameters of these names, with lr and weight_decay."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the optimizer, such as the momentum of sgd and the betas of adamw:
+    docs/settings.md lists them. Your own is called with them."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
-    weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
+    weight_decay: Annotated[Float, Field(ge=0, le=1000)] | None = None
     """Decoupled (AdamW) or L2 (SGD) weight decay. Norms, biases (all parameters of one axis) and
-    embeddings have none. Of a class of torch.optim the default is PyTorch's: 0 for most."""
-    momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of SGD (Nesterov); AdamW's beta1. Of a class of torch.optim that has a momentum the
-    default is PyTorch's: 0 for RMSprop and SGD."""
-    beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's beta2."""
+    embeddings have none. Default: 0.01 of adamw, sgd and your own; of a class of torch.optim
+    PyTorch's, 0 for most."""
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
     """Parts of the model with a peak learning rate or a weight decay of their own, by patterns of
     parameter names: {"encoder.*": {lr: 1e-5}}. The first that matches counts; the schedule is that
     of all."""
-    schedule: Annotated[Text, require_known(SCHEDULES)] = "cosine"
-    """Learning rate after the warm-up. cosine, linear: falling to min_lr_fraction; constant; step:
-    times gamma every step_epochs; plateau: times gamma where train.best_metric gets no better;
-    one_cycle: PyTorch's OneCycleLR. package.module:function: your own, of the step (from 0) and the
-    steps of the run, that gives the share of optim.lr there; without a warm-up."""
-    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    """Share of the peak learning rate that cosine and linear fall to, and below which plateau does
-    not fall."""
-    gamma: Annotated[Float, Field(gt=0, lt=1)] = 0.1
-    """What the schedules step and plateau multiply the learning rate by."""
-    step_epochs: Annotated[Int, Field(ge=1, le=10**6)] = 30
-    """Epochs between two falls of the schedule step."""
-    plateau_patience: Annotated[Int, Field(ge=0, le=10**6)] = 10
-    """Evaluations without an improvement that the schedule plateau waits; at the next one it
-    falls."""
-    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] | None = None
-    """Share of all steps in which the learning rate rises, linearly from 0. Default: 0.05; of
-    one_cycle 0.3."""
-    warmup_steps: Annotated[Int, Field(ge=0, le=10**12)] | None = None
-    """The same in steps, in place of warmup_fraction: a recipe may give either."""
+    schedule: Annotated[Text, require_known(SCHEDULE_ARGS)] = "cosine"
+    """Learning rate after the warm-up. cosine, linear: falling; constant; step: falling every so
+    many epochs; plateau: falling where train.best_metric gets no better; one_cycle: PyTorch's
+    OneCycleLR. package.module:function: your own, of the step (from 0) and the steps of the run,
+    that gives the share of optim.lr there; without a warm-up."""
+    schedule_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the schedule, such as the step_size of step: docs/settings.md lists them. Your
+    own is called with them, by name."""
+    warmup: Annotated[Float, Field(ge=0, le=10**12)] | None = None
+    """In how many steps the learning rate rises, linearly from 0: a share of all where it is below
+    1, else so many. Default: 0.05; of one_cycle 0.3."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, such as 0.999: this average is then
     what is evaluated and logged. It takes as much memory as the weights."""
 
-    @model_validator(mode="before")
+    @property
+    def decay(self) -> float:
+        """Return weight_decay, or what this optimizer presets."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        is_torchs = self.name not in FUSED and not is_import_path(self.name)
+        return WEIGHT_DECAYS.get(self.name, 0.0) if is_torchs else WEIGHT_DECAY
+
+    @property
+    def has_momentum(self) -> bool:
+        """Return whether the optimizer keeps a momentum, which some may do without."""
+        kind = OPTIMIZER_ARGS.get(self.name)
+        args = kind(**self.args).model_dump() if kind else self.args
+        return bool(args.get("momentum", True))
+
+    @field_validator("args", "schedule_args")
     @classmethod
-    def _take_presets(cls, given: Any) -> Any:
-        """Fill in what the optimizer of this name presets otherwise."""
-        name = given.get("name") if isinstance(given, dict) else None
-        presets = TORCH_PRESETS.get(name, {}) if isinstance(name, str) else {}
-        return {**presets, **given} if presets else given
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        owner = info.data.get("name" if info.field_name == "args" else "schedule")
+        if owner is not None:  # else its own problem is told
+            check_arguments(f"optim.{info.field_name}", owner, args)
+        return args
 
     @field_validator("name", mode="before")
     @classmethod
@@ -473,18 +446,18 @@ class OptimConfig(Section):
             )
         return name
 
+    @field_validator("warmup")
+    @classmethod
+    def _check_steps(cls, warmup: float | None) -> float | None:
+        if warmup is not None and warmup > 1 and not warmup.is_integer():
+            raise ValueError(f"must be a share below 1, or a whole number of steps (got {warmup})")
+        return warmup
+
     @model_validator(mode="after")
     def _check_warm_up(self) -> OptimConfig:
-        has_warm_up = self.warmup_steps is not None or self.warmup_fraction is not None
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
+        if self.warmup is not None and is_import_path(self.schedule):
             raise ValueError(
-                f"warmup_steps: is given beside optim.warmup_fraction (got {self.warmup_steps} and "
-                f"{self.warmup_fraction:g}); drop one of them"
-            )
-        if has_warm_up and is_import_path(self.schedule):
-            setting = "warmup_fraction" if self.warmup_steps is None else "warmup_steps"
-            raise ValueError(
-                f"{setting}: is not for a schedule of your own ({self.schedule}), which gives the "
+                f"warmup: is not for a schedule of your own ({self.schedule}), which gives the "
                 "rate of every step; drop it"
             )
         return self

@@ -257,10 +257,9 @@ def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[s
                 f"set optim.name to sgd, with {half} (got {config.optim.name})",
                 smaller,
             ]
-        if config.optim.momentum > 0:
-            got = f"(got {config.optim.momentum:g})"
-            return "optim.momentum", [
-                f"set optim.momentum to 0, which needs no state {got}",
+        if config.optim.has_momentum:
+            return "optim.args.momentum", [
+                "set optim.args.momentum to 0, which needs no state",
                 smaller,
             ]
     if owner not in (ACTIVATIONS, REST, "batch"):

@@ -184,10 +184,15 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
         (
             "optimizer_state",
             {"optim": {"name": "sgd"}},
-            "optim.momentum",
-            "set optim.momentum to 0, which needs no state (got 0.9)",
+            "optim.args.momentum",
+            "set optim.args.momentum to 0, which needs no state",
         ),
-        ("optimizer_state", {"optim": {"name": "sgd", "momentum": 0}}, "model.args", "smaller"),
+        (
+            "optimizer_state",
+            {"optim": {"name": "sgd", "args": {"momentum": 0}}},
+            "model.args",
+            "smaller",
+        ),
         ("activations", {}, "model.args", "set train.precision to bf16 (got fp32)"),
         (
             "activations",

@@ -59,7 +59,7 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
         {"model": {"name": "cnn", "args": {"width": 8}}, "optim": {"lr": 0.01}},
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
-        {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},
+        {"optim": {"schedule": "constant", "warmup": 0.2, "clip_norm": 1.0}},
         {"optim": {"schedule": "one_cycle", "ema_decay": 0.9}, "train": {"label_smoothing": 0.1}},
         {"train": {"best_metric": "val/macro_f1", "eval_every_steps": 5, "epochs": 6}},
         {"train": {"precision": "bf16", "epochs": 6}},
@@ -348,16 +348,22 @@ def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> No
             r"train.eval_every_steps: must be below the 23 steps of the run \(got 23\)",
         ),
         (
-            {"optim": {"schedule": "plateau", "plateau_patience": 4}, "train": {"patience": 5}},
-            "optim.plateau_patience: 4 never lowers the rate before train.patience 5 ends",
+            {
+                "optim": {"schedule": "plateau", "schedule_args": {"patience": 4}},
+                "train": {"patience": 5},
+            },
+            "optim.schedule_args.patience: 4 never lowers the rate before train.patience 5 ends",
         ),
         (
-            {"optim": {"schedule": "plateau", "plateau_patience": 1}, "train": {"epochs": 2}},
-            "optim.plateau_patience: 1 never lowers the rate within the 2 evaluations of the run",
+            {
+                "optim": {"schedule": "plateau", "schedule_args": {"patience": 1}},
+                "train": {"epochs": 2},
+            },
+            "optim.schedule_args.patience: 1 never lowers the rate within the 2 evaluations of",
         ),
         (
-            {"optim": {"schedule": "linear", "warmup_steps": 460}},
-            r"optim.warmup_steps: must be below the 460 steps of the run",
+            {"optim": {"schedule": "linear", "warmup": 460}},
+            r"optim.warmup: must be below the 460 steps of the run",
         ),
         ({"optim": {"groups": {"head": {"lr": 1.0}}}}, "optim.groups: 'head' matches no parameter"),
         ({"model": {"freeze": ["head"]}}, "model.freeze: 'head' matches no parameter of the model"),
