@@ -1,19 +1,20 @@
-"""What the optimizers and the schedules take under `optim.args` and `optim.schedule_args`: one
-class each, with the limits and defaults of its arguments. They are checked here by their names,
-before anything is read or built.
+"""What the optimizers, the schedules and the sources of data take under `optim.args`,
+`optim.schedule_args` and `data.args`: one class each, with the limits and defaults of its
+arguments. They are checked here by their names, before anything is read or built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from headroom.base.import_paths import is_import_path
-from headroom.settings.section import Bool, Float, Int, Section
+from headroom.settings.file_formats import ARRAYS, FORMATS, IMAGES, MATRIX, TABLE, TEXT, TOKENS
+from headroom.settings.section import Bool, Float, Int, Section, Text
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Factor = Annotated[Float, Field(gt=0, lt=1)]
@@ -166,16 +167,74 @@ SCHEDULE_ARGS: dict[str, type[Section]] = {
     "plateau": PlateauArgs,
     "one_cycle": NoArgs,
 }
+
+
+class TableArgs(Section):
+    drop: list[Text] = Field(default_factory=list)
+    """Columns to leave out."""
+    missing: Literal["fail", "drop", "mean"] = "fail"
+    """Rows with missing features. fail: refuse them; drop: leave them out; mean: take the mean of
+    the training rows, and for text the category `missing`."""
+    na: list[Text] | None = None
+    """Words that mean missing, beside the empty cell; also numbers, in quotes: ["-999"]. Null: NA,
+    N/A, NULL, NaN and the like in files of text, none in parquet."""
+
+
+class DelimitedArgs(TableArgs):
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of numbers."""
+
+
+class ImageArgs(Section):
+    image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
+    """Pixels of a side to which the square in the middle of each image is resized."""
+
+
+class SyntheticArgs(Section):
+    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
+    """Rows that are made up."""
+    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
+    """Their features."""
+    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
+    """Their classes; 1 makes a regression."""
+
+
+class TextArgs(Section):
+    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
+    """Tokens that one row holds: as far as the model looks back."""
+
+
+class TokenArgs(TextArgs):
+    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
+    """Different tokens. Null: the largest in the file plus 1; give it where the file may lack some,
+    such as 50257 for GPT-2's."""
+
+
+_OF_KINDS: dict[str, type[Section]] = {
+    TABLE: TableArgs,
+    MATRIX: NoArgs,
+    ARRAYS: NoArgs,
+    IMAGES: ImageArgs,
+    TEXT: TextArgs,
+    TOKENS: TokenArgs,
+}
+SOURCE_ARGS: dict[str, type[Section]] = {
+    "digits": NoArgs,
+    "synthetic": SyntheticArgs,
+    **{name: _OF_KINDS[about.holds] for name, about in FORMATS.items()},
+    **{name: DelimitedArgs for name, about in FORMATS.items() if about.is_delimited},
+}
 # By the setting that holds them.
 ARGUMENTS: dict[str, dict[str, type[Section]]] = {
+    "data.args": SOURCE_ARGS,
     "optim.args": OPTIMIZER_ARGS,
     "optim.schedule_args": SCHEDULE_ARGS,
 }
 
 
 def check_arguments(setting: str, owner: str, args: Mapping[str, Any]) -> None:
-    """Raise pydantic's ValidationError for arguments under `setting` that `owner`, an optimizer or
-    a schedule, does not take; of one's own, which is called with them, any will do."""
+    """Raise pydantic's ValidationError for arguments under `setting` that `owner`, an optimizer, a
+    schedule or a source, does not take; of one's own, which is called with them, any will do."""
     if is_import_path(owner):
         return
     kind = ARGUMENTS[setting][owner]

@@ -34,7 +34,6 @@ from headroom.base.secret_names import make_variable_name, restore_secrets
 from headroom.base.secret_texts import find_secrets, hide_secrets
 from headroom.settings.arguments import UNKNOWN_ARGUMENT
 from headroom.settings.run_config import (
-    SOURCES_BY_SETTING,
     TOKEN_SOURCES,
     RunConfig,
 )
@@ -324,13 +323,19 @@ def _change_values(config: RunConfig, change: Callable[[Any, str], Any]) -> RunC
 def _parse_flag(name: str, value: Any) -> Any:
     """Return the value that a flag's text stands for, by the type of its setting. Raises
     SettingsProblem."""
-    setting = ".".join(_split_name(name)[:2])
-    kind = find_kind(setting) or "string"
+    kind = find_kind(name) or find_kind(".".join(_split_name(name)[:2])) or "string"
     if not isinstance(value, str) or not value:
         return value
     if kind.endswith(" or null") and value.lower() in ("none", "null"):
         return None
-    return value if kind.startswith(("string", "one of")) else parse_value(value)
+    if kind.startswith(("string", "one of")) and not name.startswith(_ARGUMENTS):
+        return value
+    try:
+        return parse_value(value)
+    except SettingsProblem:
+        if kind.startswith("one of"):  # a comma is no YAML
+            return value
+        raise
 
 
 def _put_settings(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -422,17 +427,11 @@ _NOT_OF_TOKENS = (
 def find_unused_settings(config: RunConfig) -> dict[str, str]:
     """Return the settings that this run does not use, each with what it is for."""
     source = config.data.source
-    unused = {
-        f"data.{name}": f"it is for data.source {' or '.join(sources)} (this is {source})"
-        for name, sources in SOURCES_BY_SETTING.items()
-        if source not in sources
-    }
+    unused: dict[str, str] = {}
     if source in TOKEN_SOURCES:
         unused |= {
             name: f"it is not for tokens (data.source is {source})" for name in _NOT_OF_TOKENS
         }
-    if not is_import_path(source):
-        unused["data.args"] = f"it is for a source of your own (this is {source})"
     return unused
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,15 @@ from pydantic import (
 
 from headroom.base.import_paths import IMPORT_PATH, is_import_path
 from headroom.base.names import Place, is_lower_better, is_taken, list_shown
-from headroom.settings.arguments import OPTIMIZER_ARGS, SCHEDULE_ARGS, check_arguments
+from headroom.settings.arguments import (
+    OPTIMIZER_ARGS,
+    SCHEDULE_ARGS,
+    DelimitedArgs,
+    ImageArgs,
+    SyntheticArgs,
+    TokenArgs,
+    check_arguments,
+)
 from headroom.settings.file_formats import (
     ARRAYS,
     FORMATS,
@@ -118,20 +126,6 @@ DELIMITED_FILES = tuple(name for name in TABLE_FILES if FORMATS[name].is_delimit
 UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
 SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
-# The sources that look at a setting.
-SOURCES_BY_SETTING: dict[str, tuple[str, ...]] = {
-    "drop": TABLE_FILES,
-    "missing": TABLE_FILES,
-    "na": TABLE_FILES,
-    "decimal": DELIMITED_FILES,
-    "split_column": TABLE_FILES,
-    "image_size": ("images",),
-    "rows": ("synthetic",),
-    "features": ("synthetic",),
-    "classes": ("synthetic",),
-    "context": TOKEN_SOURCES,
-    "vocab": ("tokens",),
-}
 ENDINGS = list_endings(*FORMATS)
 _SOURCE = (  # a docstring could not list the formats
     "digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given, "
@@ -143,33 +137,25 @@ _SOURCE = (  # a docstring could not list the formats
 )
 
 
+Args = TypeVar("Args", bound=Section)
+
+
 class DataConfig(Section):
     source: Annotated[Text, require_known(SOURCES), Field(description=_SOURCE)] = "digits"
     path: Text | None = None
     """The file or folder to read. Default of text: the licence and the documentation that come with
     Python."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of your own source: the factory is called with them."""
+    """Arguments of the source, such as the missing values of a csv and the rows of synthetic:
+    docs/settings.md lists them. The factory of your own is called with them."""
     target: Text | None = None
     """The column of a table, or the array of several, to predict. Default: the one named
     target, label, class or y. An npy file holds it in its last column."""
-    drop: list[Text] = Field(default_factory=list)
-    """Columns of a table to leave out."""
-    missing: Literal["fail", "drop", "mean"] = "fail"
-    """Rows of a table with missing features. fail: refuse them; drop: leave them out;
-    mean: take the mean of the training rows, and for text the category `missing`."""
-    na: list[Text] | None = None
-    """Words that mean missing in a table, beside the empty cell; also numbers, in quotes: ["-999"].
-    Default: NA, N/A, NULL, NaN and the like in files of text, none in parquet."""
-    decimal: Literal[".", ","] = "."
-    """The decimal mark of numbers in csv and tsv."""
     task: Literal["auto", "classification", "multilabel", "regression", "tokens", "own"] = "auto"
     """What to learn. auto: the next token of the sources text and tokens; else classification
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
     where it has several columns of 0 and 1, else regression. own, of data of your own: whatever the
     model's own loss or train.loss makes of it, judged by that and by train.metrics alone."""
-    image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
-    """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
     """Host memory that the data may take, in MiB, while it is prepared and on a CPU while it is
     trained on, where rows beyond half of it are read from disk. Default: what is free."""
@@ -185,7 +171,7 @@ class DataConfig(Section):
     are always split by their order. Not of data sets and loaders."""
     split_column: Text | None = None
     """The column of a table to split by time or by group. Times are learnt from too,
-    unless data.drop names them; a group is no feature."""
+    unless data.args.drop names them; a group is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
@@ -203,17 +189,6 @@ class DataConfig(Section):
     validation rows with it (mean absolute times root mean squared error, in the target's units);
     else, and where data.scale_target is false, none. All figures and predictions stay in the
     target's units; val/loss is that of what is learnt."""
-    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
-    """Rows of the synthetic source."""
-    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
-    """Features of the synthetic source."""
-    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
-    """Classes of the synthetic source; 1 makes a regression."""
-    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
-    """Tokens that one row of the sources text and tokens holds: as far as the model looks back."""
-    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
-    """Different tokens of the source tokens. Default: the largest in the file plus 1; give it where
-    the file may lack some, such as 50257 for GPT-2's."""
     cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
     """Folder for prepared arrays, reused by runs with the same data and settings."""
 
@@ -228,13 +203,42 @@ class DataConfig(Section):
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
 
     @property
+    def table(self) -> DelimitedArgs:
+        """Return the arguments of a table; defaults of another source, and of a parquet's
+        decimal mark."""
+        return self._take(DelimitedArgs)
+
+    @property
+    def images(self) -> ImageArgs:
+        return self._take(ImageArgs)
+
+    @property
+    def synthetic(self) -> SyntheticArgs:
+        return self._take(SyntheticArgs)
+
+    @property
+    def tokens(self) -> TokenArgs:
+        """Return the arguments of the sources text and tokens; defaults of another."""
+        return self._take(TokenArgs)
+
+    def _take(self, kind: type[Args]) -> Args:
+        given = {} if is_import_path(self.source) else self.args
+        return kind(**{name: v for name, v in given.items() if name in kind.model_fields})
+
+    @field_validator("args")
+    @classmethod
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        source = info.data.get("source")
+        is_unclear = source == "digits" and info.data.get("path")
+        if source is not None and not is_unclear:  # else the source's own problem is told
+            check_arguments("data.args", source, args)
+        return args
+
+    @property
     def own_split(self) -> dict[str, Any]:
         """Return the split settings (SPLIT_SETTINGS) that are not at their defaults."""
-        return self._find_changed(SPLIT_SETTINGS)
-
-    def _find_changed(self, names: Iterable[str]) -> dict[str, Any]:
         usual = type(self).model_construct()
-        return {n: v for n in names if (v := getattr(self, n)) != getattr(usual, n)}
+        return {n: v for n in SPLIT_SETTINGS if (v := getattr(self, n)) != getattr(usual, n)}
 
     @model_validator(mode="after")
     def _check_path(self) -> DataConfig:
@@ -259,18 +263,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_settings(self) -> DataConfig:
-        if self.args and not is_import_path(self.source):
+        if self.split_column is not None and self.source not in TABLE_FILES:
             raise ValueError(
-                f"args: are for a source of your own, package.module:factory (got {self.source}); "
-                "drop them"
+                f"split_column: has no meaning for source {self.source}; drop it, or set "
+                f"data.source to one of {', '.join(TABLE_FILES)}"
             )
-        # The others have no effect, and are told.
-        for name in self._find_changed(("drop", "missing", "na", "decimal", "split_column")):
-            if self.source not in (takes := SOURCES_BY_SETTING[name]):
-                raise ValueError(
-                    f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
-                    f"to one of {', '.join(takes)}"
-                )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
-from headroom.settings.arguments import ARGUMENTS
+from headroom.settings.arguments import ARGUMENTS, SOURCE_ARGS
 from headroom.settings.run_config import GroupConfig, RunConfig
 
 # Settings that hold values by names, which a flag may give one by one.
@@ -21,6 +21,11 @@ MAPPINGS = (
 )
 # What was a setting once, and what is to be given in its place.
 MOVED = {
+    **{
+        f"data.{name}": f"data.args.{name}"
+        for kind in SOURCE_ARGS.values()
+        for name in kind.model_fields
+    },
     "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
     "optim.beta2": "the second of optim.args.betas",
     "optim.min_lr_fraction": "optim.schedule_args.min_lr_fraction",
@@ -91,8 +96,8 @@ def list_settings() -> list[Setting]:
 
 @cache
 def list_arguments() -> dict[str, Setting]:
-    """Return every argument of an optimizer and a schedule by its dotted name. Those of the same
-    name are one row: its text says of whom; a default or limits that differ are left out."""
+    """Return every argument of a source, an optimizer and a schedule by its dotted name. Those of
+    the same name are one row, which says what is of whom."""
     rows: dict[str, list[tuple[str, Setting]]] = {}
     for setting, owners in ARGUMENTS.items():
         for owner, kind in owners.items():

@@ -248,7 +248,7 @@ def find_setting(
 def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[str, list[str]]:
     smaller = "make the model smaller by model.args"
     if owner == "data":
-        where = "data.rows" if config.data.source == "synthetic" else "data.path"
+        where = "data.args.rows" if config.data.source == "synthetic" else "data.path"
         return where, [f"give fewer rows ({where}), which live on the device"]
     if owner == "optimizer_state":
         if config.optim.name != "sgd":
@@ -265,11 +265,11 @@ def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[s
     if owner not in (ACTIVATIONS, REST, "batch"):
         return "model.args", [smaller]
     is_text = config.data.source in TOKEN_SOURCES
-    ways = [f"shorten data.context (got {config.data.context})"] if is_text else []
+    ways = [f"shorten data.args.context (got {config.data.tokens.context})"] if is_text else []
     ways.append(smaller)
     if precision in ("fp32", "tf32"):
         ways.append(f"set train.precision to bf16 (got {precision})")
-    return "data.context" if is_text else "model.args", ways
+    return "data.args.context" if is_text else "model.args", ways
 
 
 def _group_holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:

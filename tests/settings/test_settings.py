@@ -163,11 +163,11 @@ TEXTS: list[tuple[str | bytes, str]] = [
         "data: {path: x.csv, source: synthetic}",
         ":1 data.path: has no meaning for source synthetic (got 'x.csv'); set data.source",
     ),
-    ("data: {path: x.npy, drop: [a]}", ":1 data.drop: has no meaning for source npy; drop it"),
-    ("data: {args: {a: 1}}", ":1 data.args: are for a source of your own, package.module:factory"),
+    ("data: {path: x.npy, args: {drop: [a]}}", ":1 data.args.drop: npy takes no arguments"),
+    ("data: {args: {a: 1}}", ":1 data.args.a: digits takes no arguments"),
     (
-        "data: {path: x.csv, drop: [1]}",
-        ":1 data.drop.0: must be a valid string (got 1); put it in quotes",
+        "data: {path: x.csv, args: {drop: [1]}}",
+        ":1 data.args.drop.0: must be a valid string (got 1); put it in quotes",
     ),
     (
         "model: {name: 'os:'}",
@@ -588,10 +588,6 @@ def test_words_that_yaml_1_1_read_otherwise(text: str, value: Any) -> None:
     ("asked", "line"),
     [
         (
-            {"data.source": "csv", "data.path": "a.csv", "data.rows": 5000},
-            "data.rows: has no effect (got 5000): it is for data.source synthetic (this is csv)",
-        ),
-        (
             {"train": {"patience": 30}},
             "train.patience: has no effect (got 30): the run ends after 20 epochs, by train.epochs",
         ),
@@ -599,22 +595,16 @@ def test_words_that_yaml_1_1_read_otherwise(text: str, value: Any) -> None:
             {"data.source": "text", "data.split_seed": 3},
             "data.split_seed: has no effect (got 3): it is not for tokens (data.source is text)",
         ),
-        (
-            {"data.context": 64},
-            "data.context: has no effect (got 64): it is for data.source text or tokens "
-            "(this is digits)",
-        ),
     ],
 )
 def test_a_setting_without_effect_is_told(asked: dict[str, Any], line: str) -> None:
-    """data.rows with a csv file was taken in silence."""
     assert read_settings.describe_unused_settings(make_config(asked)) == [line]
 
 
 def test_a_setting_without_meaning_is_no_param_of_the_run() -> None:
     params = read_settings.collect_params(make_config({"data.source": "text", "optim.name": "sgd"}))
-    assert params["data.context"] == 128 and params["train.patience"] == 0
-    assert not {"data.rows", "data.scale", "data.drop"} & set(params)
+    assert params["data.path"] is None and params["train.patience"] == 0
+    assert not {"data.scale", "data.split"} & set(params)
     assert not read_settings.describe_unused_settings(RunConfig())
 
 
@@ -683,6 +673,11 @@ def test_params_are_what_was_set_or_decided() -> None:
             {"optim": {"name": "RMSprop", "args": {"centered": "yes"}}},
             "optim.args.centered: must be a valid boolean (got 'yes')",
         ),
+        (
+            {"data": {"source": "csv", "path": "a.csv", "args": {"rows": 5000}}},
+            "data.args.rows: csv takes drop, missing, na, decimal, and none of this name",
+        ),
+        ({"data.args.context": 64}, "data.args.context: digits takes no arguments"),
         ({"optim.args.betas": [0.9]}, "optim.args.betas.1: must be given too (got [0.9])"),
         (
             {"optim.schedule_args.gamma": 0.5},

@@ -196,11 +196,14 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
         ("activations", {}, "model.args", "set train.precision to bf16 (got fp32)"),
         (
             "activations",
-            {"data": {"source": "text", "context": 512}, "model": {"name": "transformer"}},
-            "data.context",
-            "shorten data.context (got 512)",
+            {
+                "data": {"source": "text", "args": {"context": 512}},
+                "model": {"name": "transformer"},
+            },
+            "data.args.context",
+            "shorten data.args.context (got 512)",
         ),
-        ("data", {"data": {"source": "synthetic"}}, "data.rows", "fewer rows"),
+        ("data", {"data": {"source": "synthetic"}}, "data.args.rows", "fewer rows"),
         ("data", {"data": {"source": "npy", "path": "x.npy"}}, "data.path", "fewer rows"),
         ("rest", {"memory": {"limit_mib": 64}}, "model.args", "raise memory.limit_mib (got 64)"),
     ],

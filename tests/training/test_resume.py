@@ -110,7 +110,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "optim": {"groups": {"*.weight": {"lr": 1e-3, "weight_decay": 0.3}}},
     },
     "label smoothing": {"train": {"label_smoothing": 0.1, "class_weights": "balanced"}},
-    "regression": {"data": {"source": "synthetic", "classes": 1, "rows": 500, "features": 8}},
+    "regression": {
+        "data": {"source": "synthetic", "args": {"classes": 1, "rows": 500, "features": 8}}
+    },
 }
 
 

@@ -75,7 +75,7 @@ def test_every_way_of_training_learns_digits(tmp_path: Path, sections: dict[str,
 def test_a_regression_learns_and_is_judged_in_its_units(tmp_path: Path) -> None:
     facts, data, _ = _train(
         tmp_path,
-        data={"source": "synthetic", "classes": 1, "rows": 2000, "features": 8},
+        data={"source": "synthetic", "args": {"classes": 1, "rows": 2000, "features": 8}},
         train={"epochs": 30},
     )
     assert data.task == "regression"
@@ -230,7 +230,7 @@ def test_memory_by_owner_knows_frozen_and_averaged_weights(tmp_path: Path) -> No
 
 def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None:
     # The meter opened after the rows had been sent, which hold most where a model is small.
-    wide = {"source": "synthetic", "rows": 1000, "features": 784}
+    wide = {"source": "synthetic", "args": {"rows": 1000, "features": 784}}
     sections = {"data": wide, "model": {"name": "linear"}, "train": {**FEW, "batch_size": 16}}
     facts, data, _ = _train(tmp_path, memory={"limit_mib": 500}, **sections)
     rows_mib = data.train_rows * 784 * 4 / 2**20
@@ -288,7 +288,7 @@ def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("admitted")
 def test_a_hundred_trainings_half_of_them_failing_leave_the_baseline(tmp_path: Path) -> None:
-    small = {"source": "synthetic", "rows": 200, "features": 8}
+    small = {"source": "synthetic", "args": {"rows": 200, "features": 8}}
     quick = {"epochs": 1, "batch_size": 32}
     endings = [
         {},
