@@ -233,7 +233,7 @@ DATA = [
         "rows that no memory holds",
         None,
         "--data.source synthetic --data.args.rows 1000000000",
-        "data.r",
+        "data.args.rows: synthetic of",
     ),
     Row(
         "a target for digits", None, "--data.target y", "data.target: has no meaning for source dig"
