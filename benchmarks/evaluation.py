@@ -28,11 +28,11 @@ from headroom.training.plan import make_plan
 WORKLOADS: dict[str, dict[str, Any]] = {
     "digits, 1,438 rows": {"data": {}, "train": {"epochs": 20}},
     "regression, 100,000 rows": {
-        "data": {"source": "synthetic", "classes": 1, "rows": 100_000},
+        "data": {"source": "synthetic", "args": {"classes": 1, "rows": 100_000}},
         "train": {"epochs": 3, "batch_size": 256},
     },
     "12 classes, 100,000 rows": {
-        "data": {"source": "synthetic", "classes": 12, "rows": 100_000},
+        "data": {"source": "synthetic", "args": {"classes": 12, "rows": 100_000}},
         "train": {"epochs": 3, "batch_size": 256},
     },
 }

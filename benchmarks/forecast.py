@@ -49,18 +49,22 @@ class Case:
 
 
 PLAIN = (("fp32", "adamw", "off"), ("bf16", "adamw", "off"))
-TABLE = {"source": "synthetic", "rows": 6000, "features": 64}
+TABLE = {"source": "synthetic", "args": {"rows": 6000, "features": 64}}
 CASES = {
-    "linear": Case({"source": "synthetic", "rows": 6000, "features": 300}, {}, (64, 512, 2048)),
+    "linear": Case(
+        {"source": "synthetic", "args": {"rows": 6000, "features": 300}}, {}, (64, 512, 2048)
+    ),
     "mlp": Case(
-        {"source": "synthetic", "rows": 6000, "features": 128},
+        {"source": "synthetic", "args": {"rows": 6000, "features": 128}},
         {"hidden": [512, 512]},
         (64, 512, 2048),
     ),
     "cnn": Case({"source": "digits"}, {"width": 16}, (64, 128, 256)),
-    "transformer": Case({"source": "text", "context": 32}, {"width": 64, "layers": 2}, (8, 32, 64)),
+    "transformer": Case(
+        {"source": "text", "args": {"context": 32}}, {"width": 64, "layers": 2}, (8, 32, 64)
+    ),
     "transformer 256": Case(
-        {"source": "text", "context": 256}, {"width": 128, "layers": 3}, (16,), PLAIN
+        {"source": "text", "args": {"context": 256}}, {"width": 128, "layers": 3}, (16,), PLAIN
     ),
     "mlp 12 deep": Case(TABLE, {"hidden": [512] * 12}, (512,), PLAIN),
     **{f"benchmarks.nets:{name}": Case(TABLE, {}, (512,), PLAIN) for name in NETS},

@@ -36,7 +36,7 @@ BATCHES = (16, 64, 256)
 PEAK = "memory/run_peak_allocated_mib"
 # So wide, of so few features, that activations hold most: smaller micro-batches then help.
 STARVED: dict[str, Any] = {
-    "data": {"source": "synthetic", "rows": 20_000, "features": 64},
+    "data": {"source": "synthetic", "args": {"rows": 20_000, "features": 64}},
     "model": {"name": "mlp", "args": {"hidden": [1024, 1024]}},
     "train": {"epochs": 2, "batch_size": 4096, "log_every": 1, "compile": "off"},
 }

@@ -74,7 +74,11 @@ def _rows(rows: int, scratch: Path) -> Costs:
     cache = tempfile.mkdtemp(dir=scratch)
     config = RunConfig.model_validate(
         {
-            "data": {"source": "synthetic", "rows": rows, "features": FEATURES, "cache": cache},
+            "data": {
+                "source": "synthetic",
+                "cache": cache,
+                "args": {"rows": rows, "features": FEATURES},
+            },
             "train": {"epochs": 2},
         }
     )
@@ -95,7 +99,11 @@ def _parameters(wide: int) -> int:
 
 def _sized(wide: int, scratch: Path) -> Costs:
     """A step, and writing the model at the end."""
-    rows = {"source": "synthetic", "rows": 1_600, "features": 784, "cache": str(scratch / "data")}
+    rows = {
+        "source": "synthetic",
+        "cache": str(scratch / "data"),
+        "args": {"rows": 1_600, "features": 784},
+    }
     config = RunConfig.model_validate(
         {
             "data": rows,

@@ -114,7 +114,7 @@ def ready(
             "data": {**w.data(scratch), "cache": str(scratch / "data")},
             "model": {"name": w.model, "args": w.args},
             # Constant, since the other loops have no schedule.
-            "optim": {"lr": 1e-3, "schedule": "constant", "warmup_fraction": 0.0},
+            "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0},
             "train": {"epochs": 2, "batch_size": w.batch_size, "compile": w.compile},
         }
     )

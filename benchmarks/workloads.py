@@ -42,7 +42,7 @@ class Workload:
 
 
 def synthetic(rows: int, features: int, folder: Path) -> dict[str, Any]:
-    return {"source": "synthetic", "rows": rows, "features": features}
+    return {"source": "synthetic", "args": {"rows": rows, "features": features}}
 
 
 def images(rows: int, folder: Path) -> dict[str, Any]:
@@ -59,7 +59,11 @@ def tokens(rows: int, context: int, vocabulary: int, folder: Path) -> dict[str, 
     random = np.random.default_rng(0)
     path = folder / f"tokens-{rows}.npy"
     np.save(path, random.integers(0, vocabulary, rows * context + 2, dtype=np.uint16))
-    return {"source": "tokens", "path": str(path), "context": context, "vocab": vocabulary}
+    return {
+        "source": "tokens",
+        "path": str(path),
+        "args": {"context": context, "vocab": vocabulary},
+    }
 
 
 def cpu() -> list[Workload]:

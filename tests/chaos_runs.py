@@ -47,7 +47,7 @@ STAGES = ("detected", "prepared", "begun", "trained", "released", "closed")
 SETTINGS: dict[str, Any] = {
     "run": {"key": KEY, "name": KEY},
     "device": {"name": "cpu"},
-    "data": {"source": "synthetic", "rows": 200, "features": 4, "classes": 2},
+    "data": {"source": "synthetic", "args": {"rows": 200, "features": 4, "classes": 2}},
     "model": {"args": {"hidden": [8]}},
     "train": {"epochs": EPOCHS, "batch_size": 32, "log_every": 5, "compile": "off"},
     "checkpoint": {"every_steps": 5},

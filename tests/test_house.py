@@ -280,12 +280,15 @@ def _rooms() -> Iterator[str]:
 def _generated() -> dict[str, dict[str, str]]:
     """Of each page its generated parts, by the names that stand in its comments."""
     from headroom.base.names import make_markdown_tables
-    from headroom.settings.table import make_markdown_table
+    from headroom.settings.table import make_arguments_table, make_markdown_table
 
     house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
     return {
         "architecture.md": house,
-        "settings.md": {"settings": make_markdown_table().strip()},
+        "settings.md": {
+            "settings": make_markdown_table().strip(),
+            "arguments": make_arguments_table().strip(),
+        },
         "metrics.md": make_markdown_tables(),
     }
 

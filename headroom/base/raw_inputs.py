@@ -88,7 +88,7 @@ def make_inputs(
         if empty.any() and missing == "fail":
             raise ValueError(
                 f"rows: the column {column['name']!r} has a missing value, and the model was "
-                "trained on rows without (data.missing: fail); fill it in"
+                "trained on rows without (data.args.missing: fail); fill it in"
             )
         whole &= ~empty
     x[~whole] = 0

@@ -34,7 +34,6 @@ from headroom.comparison.run_groups import (
     compute_epoch_parts,
 )
 from headroom.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
-from headroom.settings.run_config import SCHEDULES_BY_SETTING
 
 # Of a step; what no phase holds is "other".
 PHASES = {phase.metric: phase.label for phase in list_phases(PhaseKind.STEP) if phase.label}
@@ -48,8 +47,7 @@ MIN_DIFFERENCE = 0.03  # of speeds, however sure it is
 MIN_DIFFERENCE_MIB, MIN_DIFFERENCE_MEMORY = 1.0, 0.02  # of memory, which is hardly chance
 # No step costs more for these alone; for those of an optimizer neither, where `alike` is the same.
 SAME_WORK = (
-    *("optim.lr", "optim.weight_decay", "optim.beta2", "optim.schedule", "optim.warmup", SEED),
-    *SCHEDULES_BY_SETTING,
+    *("optim.lr", "optim.weight_decay", "optim.args.betas", "optim.schedule", "optim.warmup", SEED),
 )
 ALIKE, OPTIMIZER = "alike", "optim."
 SINGLE_NOISE = 0.05  # of a speed or a loss, where no setting has two runs; of a score in its unit

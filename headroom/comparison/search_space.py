@@ -19,7 +19,7 @@ from headroom.base.units import make_printable
 from headroom.comparison.run_groups import Goal
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.settings.table import list_settings
+from headroom.settings.table import find_kind
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "none")
@@ -99,7 +99,7 @@ def parse_range(values: Sequence[str], name: str = "") -> Range | None:
         return None
     if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
         return None
-    kind = next((row.kind for row in list_settings() if row.name == name), "")
+    kind = find_kind(name)
     is_whole = all(_WHOLE.fullmatch(end.strip()) for end in ends)
     if kind.startswith("integer"):
         is_whole = all(number.is_integer() for number in numbers)

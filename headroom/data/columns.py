@@ -99,7 +99,7 @@ def is_iso_date(text: str) -> bool:
 
 
 def describe_remedy(word: str, decimal: str | None) -> str:
-    """Describe what to do about a number that is written otherwise. decimal: data.decimal;
+    """Describe what to do about a number that is written otherwise. decimal: data.args.decimal;
     None where it has no meaning."""
     if re.match(rf"\s*{_DATE}\s*$", word, re.ASCII):
         return "write dates as 2026-11-22, with a time as 2026-11-22T18:30:00"
@@ -115,7 +115,7 @@ def describe_remedy(word: str, decimal: str | None) -> str:
     if decimal is None:
         return f"save it as numbers, such as {plain}"
     if mark and mark != decimal and bare == text and sum(map(bare.count, ".,")) == 1:
-        other = f"set data.decimal to {mark!r}"
+        other = f"set data.args.decimal to {mark!r}"
         return f"write it as {plain}, or {other} where it is no thousands" if groups else other
     return f"write it as {plain}"
 
@@ -126,8 +126,8 @@ OF_USE = (NUMBER, CATEGORY, DATE, EMPTY, TEXT)
 DATES = (pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.timestamp("ns"))
 WAYS = (pa.int64(), pa.float64(), pa.bool_(), *DATES)
 MOST_DIFFERENT = 100_000  # texts of one column; more are an id, a name or free text
-FILL = "fill it in, or set data.missing to drop or mean"
-LEAVE_OUT = "leave the column out by data.drop"
+FILL = "fill it in, or set data.args.missing to drop or mean"
+LEAVE_OUT = "leave the column out by data.args.drop"
 FEWEST_OF_AN_ID = 20  # texts, of which nearly each is there once
 INEXACT = 2.0**53  # from here on float64 loses digits of whole numbers
 NO_INTEGER = 2.0**63  # from here on Arrow takes a CSV's whole numbers for fractions
@@ -202,10 +202,10 @@ class ColumnSource:
     label: str  # the file's name
     note: str  # how its rows are counted
     target: str
-    missing: str  # data.missing
+    missing: str  # data.args.missing
     spelling: Spelling
     written: Callable[[str, int], str] | None  # what a file of text holds in a column and row
-    decimal: str | None  # data.decimal; None where it has no meaning
+    decimal: str | None  # data.args.decimal; None where it has no meaning
 
 
 @dataclass
@@ -322,7 +322,7 @@ class ColumnSummary:
         if not word:
             return f"{sentence}; {mend}"
         sentence = f"{sentence}, as {shorten(word)} is read"
-        return f"{sentence}; {mend}, or list the words that mean missing in data.na"
+        return f"{sentence}; {mend}, or list the words that mean missing in data.args.na"
 
     def _far_problem(self) -> str | None:
         if self.long is not None:

@@ -108,7 +108,7 @@ def scale_features(raw: RawData, scaling: Scaling) -> Iterator[tuple[slice, np.n
 MISSING_CATEGORY, OTHER = "missing", "other"
 FEWEST_ROWS = 5  # of a text that gets an input of its own where there are too many texts
 ENCODED_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
-LEAVE_OUT = "leave the column out by data.drop"
+LEAVE_OUT = "leave the column out by data.args.drop"
 
 
 @dataclass(frozen=True)

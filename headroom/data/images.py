@@ -171,10 +171,10 @@ def read_images(data: DataConfig) -> RawData:
     folder = scan_image_folder(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of large images and odd metadata
-        seen = _map_images(folder, lambda _, path: inspect_image(path, data.image_size))
+        seen = _map_images(folder, lambda _, path: inspect_image(path, data.images.image_size))
         _refuse_unreadable(folder, seen)
         channels = 1 if all(image.grey for image in seen) else 3
-        shape = (len(folder.files), channels, data.image_size, data.image_size)
+        shape = (len(folder.files), channels, data.images.image_size, data.images.image_size)
         pixels = _decode_images(folder, seen, data=data, shape=shape)
     target = np.array([kind for kind, _ in folder.files], dtype=object)
     skipped = f"{folder.skipped:,} hidden files and notes beside the images were left out"

@@ -56,6 +56,7 @@ from headroom.data.targets import (
 )
 from headroom.data.time_trend import choose_line, make_judge, measure_time_range
 from headroom.data.tokens import BLOCK_TOKENS, BYTES, Tokens, build_default_text
+from headroom.settings.arguments import SOURCE_ARGS
 from headroom.settings.run_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
 
 ENCODING = 2  # of the columns of a table as inputs: counted up where they become others
@@ -67,7 +68,8 @@ def draft_arrays(raw: RawData, data: DataConfig) -> prepared_cache.Draft:
     """Encode the labels and split the rows, ready to be written. Errors: DataError."""
     task = data.task
     if data.source == "synthetic" and task == "auto":
-        task = "classification" if data.classes > 1 else "regression"  # however many classes
+        is_classes = data.synthetic.classes > 1  # however many
+        task = "classification" if is_classes else "regression"
     labels = encode_target(raw, task)
     parts = split_rows(raw, labels, data)
     table = raw.features if isinstance(raw.features, Table) else None
@@ -264,7 +266,7 @@ TOKEN_TEST_PARTS = ("test.npy",)  # where the end is put aside
 
 def draft_tokens(tokens: Tokens, data: DataConfig) -> prepared_cache.Draft:
     """Prepare the rows of all parts for writing; the text must hold a row for each."""
-    row, count = data.context + 1, len(tokens.values)  # a part holds one row at least
+    row, count = data.tokens.context + 1, len(tokens.values)  # a part holds one row at least
     parts, left = {}, tokens.values
     for name, fraction in (("test", data.test_fraction), ("val", data.validation_fraction)):
         if fraction:
@@ -274,7 +276,11 @@ def draft_tokens(tokens: Tokens, data: DataConfig) -> prepared_cache.Draft:
     parts = {"train": left, "val": parts.pop("val"), **parts}
     dtype = np.dtype("<u2" if tokens.vocabulary > BYTES else "u1")
     write = partial(
-        _write_parts, parts=parts, context=data.context, vocabulary=tokens.vocabulary, dtype=dtype
+        _write_parts,
+        parts=parts,
+        context=data.tokens.context,
+        vocabulary=tokens.vocabulary,
+        dtype=dtype,
     )
     return prepared_cache.Draft(count * dtype.itemsize, write)
 
@@ -282,8 +288,8 @@ def draft_tokens(tokens: Tokens, data: DataConfig) -> prepared_cache.Draft:
 def _refuse_short(tokens: int, row: int, count: int) -> None:
     if tokens < row:
         raise DataError(
-            f"data.context: {count:,} tokens are too few for a row of {row:,} in each part; lower "
-            "it, or set data.test_fraction to 0"
+            f"data.args.context: {count:,} tokens are too few for a row of {row:,} in each part; "
+            "lower it, or set data.test_fraction to 0"
         )
 
 
@@ -367,8 +373,9 @@ def check_data(data: DataConfig) -> None:
     needed_bytes = 0
     if data.source == "synthetic" and not _name_folder(data, _fingerprint_data(data)).is_dir():
         needed_bytes = estimate_synthetic_bytes(data)
-        what = f"data.rows: synthetic of {data.rows:,} rows and {data.features:,} features"
-        check_memory(needed_bytes, what, "lower data.rows or data.features")
+        made = data.synthetic
+        what = f"data.args.rows: synthetic of {made.rows:,} rows and {made.features:,} features"
+        check_memory(needed_bytes, what, "lower data.args.rows or data.args.features")
     prepared_cache.check_disk_room(cache, needed_bytes)
 
 
@@ -485,13 +492,11 @@ def _is_new(data: DataConfig) -> bool:
 def _collect_settings(data: DataConfig) -> dict[str, Any]:
     """What decides the prepared content, beside the content of the file."""
     unused = {"path", "cache", "memory_mib"}
-    if data.source != "synthetic":
-        unused |= {"rows", "features", "classes"}
     if data.source in TOKEN_SOURCES:
         unused |= {"target", "task", "split_seed", "scale", "scale_target", "target_transform"}
-    else:
-        unused |= {"context", "vocab"}
     settings = data.model_dump(exclude=unused)
+    if data.source in SOURCE_ARGS:  # with the defaults of what was not given
+        settings["args"] = SOURCE_ARGS[data.source](**data.args).model_dump()
     if data.source in TABLE_FILES:
         settings["encoding"] = ENCODING
     # It is kept, and told again; what another login gives is known by its content.
@@ -554,9 +559,9 @@ def _make_facts(
         columns=_restore_columns(meaning),
         times=_restore_times(meaning),
         class_rows=_restore_class_rows(meaning),
-        missing=data.missing,
-        na=None if data.na is None else tuple(data.na),
-        decimal=data.decimal,
+        missing=data.table.missing,
+        na=None if data.table.na is None else tuple(data.table.na),
+        decimal=data.table.decimal,
         notes=tuple(meaning.get("notes", ())),
         warnings=tuple(meaning.get("warnings", ())),
         guess=meaning.get("guess"),

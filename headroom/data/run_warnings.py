@@ -73,7 +73,7 @@ def warn_of_data(
     said = _find_constants(raw, labels, rows)
     answer = None if said else _find_answer(raw)
     if answer is not None:
-        how = "leave it out by data.drop" if isinstance(raw.features, Table) else "leave it out"
+        how = "leave it out" + " by data.args.drop" * isinstance(raw.features, Table)
         said.append(
             f"data.target: the feature {answer} equals the target {raw.target_name!r} in every "
             f"row, and tells the model what it should predict; {how}"

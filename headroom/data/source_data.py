@@ -54,7 +54,8 @@ class RawData:
     target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers. validation: (n,)
     booleans where the source brought a split of its own. split_keys: (n,) times that sort, or
     groups, of data.split_column. kept: which rows of the file these are, (rows of the file,)
-    booleans; None: all. decimal: data.decimal of a file of text; None for others. na: data.na.
+    booleans; None: all. decimal: data.args.decimal of a file of text; None for others. na:
+    data.args.na.
     """
 
     features: Any

@@ -106,35 +106,38 @@ def _read_digits(data: DataConfig) -> RawData:
 
 def _check_synthetic(data: DataConfig) -> None:
     refuse_target(data)
-    if data.classes > 1 and data.rows < 2 * data.classes:
+    made = data.synthetic
+    if made.classes > 1 and made.rows < 2 * made.classes:
         raise DataError(
-            f"data.rows: must be at least 2 for each of {data.classes:,} classes "
-            f"(got {data.rows:,}); raise it or lower data.classes"
+            f"data.args.rows: must be at least 2 for each of {made.classes:,} classes "
+            f"(got {made.rows:,}); raise it or lower data.args.classes"
         )
-    if data.classes == 1 and data.task == "classification":
+    if made.classes == 1 and data.task == "classification":
         raise DataError(
-            "data.classes: 1 makes a regression, but data.task is classification; set "
-            "data.classes to at least 2, or drop data.task"
+            "data.args.classes: 1 makes a regression, but data.task is classification; set "
+            "data.args.classes to at least 2, or drop data.task"
         )
 
 
 def estimate_synthetic_bytes(data: DataConfig) -> int:
     """Estimate the bytes of the rows in memory, about the same as on disk."""
-    return 4 * data.features * (data.rows + 2 * data.classes) + 24 * data.rows
+    made = data.synthetic
+    return 4 * made.features * (made.rows + 2 * made.classes) + 24 * made.rows
 
 
 def _read_synthetic(data: DataConfig) -> RawData:
     """Clusters around one centre a class, evenly many rows each; or a noisy linear target."""
-    random = np.random.default_rng([SYNTHETIC_SEED, data.rows, data.features, data.classes])
-    x = random.standard_normal((data.rows, data.features), dtype=np.float32)
-    if data.classes == 1:
-        weights = random.standard_normal(data.features) / np.sqrt(data.features)
-        y = x @ weights.astype(np.float32) + random.normal(0, 0.1, data.rows)
+    made = data.synthetic
+    random = np.random.default_rng([SYNTHETIC_SEED, made.rows, made.features, made.classes])
+    x = random.standard_normal((made.rows, made.features), dtype=np.float32)
+    if made.classes == 1:
+        weights = random.standard_normal(made.features) / np.sqrt(made.features)
+        y = x @ weights.astype(np.float32) + random.normal(0, 0.1, made.rows)
     else:
-        y = random.permutation(np.arange(data.rows, dtype=np.int64) % data.classes)
-        middle = random.standard_normal((data.classes, data.features), dtype=np.float32) * 2
-        middle[:, 0] = 6 * np.arange(data.classes)  # apart even where there is one feature only
-        for start in range(0, data.rows, 4096):
+        y = random.permutation(np.arange(made.rows, dtype=np.int64) % made.classes)
+        middle = random.standard_normal((made.classes, made.features), dtype=np.float32) * 2
+        middle[:, 0] = 6 * np.arange(made.classes)  # apart even where there is one feature only
+        for start in range(0, made.rows, 4096):
             part = slice(start, start + 4096)
             x[part] += middle[y[part]]
     return RawData(

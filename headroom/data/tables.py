@@ -77,28 +77,32 @@ class ChosenColumns:
 def choose_columns(
     names: Sequence[str], data: DataConfig, label: str, *, useless: Sequence[str] = ()
 ) -> ChosenColumns:
-    """Apply data.drop and data.target to a table's columns. useless: columns of types that nothing
-    can be learnt from, which rows may still be split by.
+    """Apply data.args.drop and data.target to a table's columns. useless: columns of types that
+    nothing can be learnt from, which rows may still be split by.
 
     Errors: DataError with a line for each name at fault.
     """
     by = data.split_column
     # A time is learnt from: what is sold in the morning, on a Sunday, and more each year.
     is_aside = data.split != "time" or by in useless
-    left = [name for name in names if name not in data.drop and not (is_aside and name == by)]
-    unknown = [name for name in data.drop if name not in names]
-    problems = [f"data.drop: {label} {describe_missing_name(name, names)}" for name in unknown]
+    drop = data.table.drop
+    left = [name for name in names if name not in drop and not (is_aside and name == by)]
+    unknown = [name for name in drop if name not in names]
+    problems = [f"data.args.drop: {label} {describe_missing_name(name, names)}" for name in unknown]
     problems += _list_split_problems(names, data, label)
     problems += _list_name_problems(names, left, label)
     target = ""
     if data.target is not None and data.target == data.split_column:
         pass  # told already
-    elif data.target is not None and data.target in data.drop:
+    elif data.target is not None and data.target in data.table.drop:
         problems.append(
-            f"data.drop: holds {shorten(data.target)}, which is data.target; take it out of one"
+            f"data.args.drop: holds {shorten(data.target)}, which is data.target; take it out of "
+            "one"
         )
     elif not left:
-        problems.append(f"data.drop: leaves no column of {label}; keep the target and some others")
+        problems.append(
+            f"data.args.drop: leaves no column of {label}; keep the target and some others"
+        )
     else:
         try:
             target = pick_target([name for name in left if name != by], data.target, label)
@@ -109,7 +113,7 @@ def choose_columns(
                     f"data.path: {label} has numbers for names; put the columns' names in line 1"
                 )
         if target and len(left) < 2:
-            gone = " that is not left out" if data.drop else ""
+            gone = " that is not left out" if data.table.drop else ""
             problems.append(
                 f"data.path: {label} has no column{gone} beside {target!r} to learn from; add "
                 "features"
@@ -117,7 +121,7 @@ def choose_columns(
     if problems:
         raise DataError("\n".join(problems))
     places = [i for i, name in enumerate(names) if name in left and name != target]
-    notes = [f"left out by data.drop: {format_list(data.drop, 12)}"] if data.drop else []
+    notes = [f"left out by data.args.drop: {format_list(drop, 12)}"] if drop else []
     if by is not None:
         notes.append(f"split by {shorten(by)}" + ("" if by in left else ", which is no feature"))
     return ChosenColumns(tuple(names), tuple(places), list(names).index(target), tuple(notes))
@@ -142,12 +146,12 @@ def _list_name_problems(names: Sequence[str], left: Sequence[str], label: str) -
     if double:
         problems.append(
             f"data.path: {label} has columns of one name: {format_list(double)}; rename one, or "
-            "leave them out by data.drop"
+            "leave them out by data.args.drop"
         )
     if "" in left:
         problems.append(
             f"data.path: {label} column {list(names).index('') + 1} has no name; name it, or leave "
-            "it out by data.drop: [''] if it is a saved index (pandas: index=False)"
+            "it out by data.args.drop: [''] if it is a saved index (pandas: index=False)"
         )
     odd = [name for name in left if name and not name.isprintable()]
     if odd:
@@ -259,17 +263,17 @@ def read_table(data: DataConfig) -> RawData:
     """
     table = _open_source(data)
     chosen, allowed, first = table.chosen, compute_allowed_bytes(data), table.parts[0]
-    missing_words = data.na
+    missing_words = data.table.na
     if missing_words is None:
         missing_words = list(NOTHING) if first.is_written else []
     origin = ColumnSource(
         table.label,
         first.note,
         chosen.target_name,
-        data.missing,
-        Spelling(data.decimal, tuple(missing_words)),
+        data.table.missing,
+        Spelling(data.table.decimal, tuple(missing_words)),
         table.read_cell if first.is_written else None,
-        data.decimal if FORMATS[data.source].is_delimited else None,
+        data.table.decimal if FORMATS[data.source].is_delimited else None,
     )
     ways = WAYS if first.is_written else ()
     columns = [
@@ -375,18 +379,19 @@ class TableBuilder:
         for column in features:
             if column.na:
                 name, words = shorten(column.name), format_list(sorted(column.na))
-                notes.append(f"{words} was read as missing in {name} (data.na)")
-        table = Table(tuple(c.learnt() for c in features), self._store, data.missing)
+                notes.append(f"{words} was read as missing in {name} (data.args.na)")
+        table = Table(tuple(c.learnt() for c in features), self._store, data.table.missing)
         values, kept = self._target(), None
-        if data.missing == "drop" and any(column.holes for column in features):
+        if data.table.missing == "drop" and any(column.holes for column in features):
             kept = table.find_whole_rows()
             table, values = replace(table, kept=kept), values[kept]
             keys = None if keys is None else keys[kept]
             left_out = len(kept) - len(table)
             if not len(table):
                 raise DataError(
-                    f"data.missing: drop would leave no row of {label}: each of its {left_out:,} "
-                    "has a missing value; set it to mean, or leave columns out by data.drop"
+                    f"data.args.missing: drop would leave no row of {label}: each of its "
+                    f"{left_out:,} has a missing value; set it to mean, or leave columns out by "
+                    "data.args.drop"
                 )
             notes += [f"{left_out:,} of {len(kept):,} rows with missing values were left out"]
         return RawData(
@@ -400,7 +405,7 @@ class TableBuilder:
             kept=kept,
             split_keys=keys,
             decimal=self._origin.decimal,
-            na=data.na,
+            na=data.table.na,
         )
 
     def _target(self) -> np.ndarray:

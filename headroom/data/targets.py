@@ -129,7 +129,7 @@ def _encode_text(raw: RawData, task: str) -> Labels:
         missing = raw.na is None and name.strip().lower() in MISSING
         if missing or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
             rule = "stands for a missing label" if missing else "is not printable text"
-            way_out = ", or list the words that mean missing in data.na" if missing else ""
+            way_out = ", or list the words that mean missing in data.args.na" if missing else ""
             row = raw.target.tolist().index(name)
             raise DataError(
                 f"data.target: {raw.label_at(row)}: {shorten(name)} {rule}; mend or drop the row, "

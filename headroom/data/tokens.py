@@ -38,14 +38,10 @@ class Tokens:
 def check_text_file(data: DataConfig) -> None:
     """Raise DataError where there is no text, or too short a one."""
     refuse_target(data)
-    if data.vocab is not None:
-        raise DataError(
-            f"data.vocab: has no meaning for source text (got {data.vocab}), whose tokens are the "
-            f"{BYTES} bytes; drop it"
-        )
     path = None if data.path is None else find_source_file(data)
     size = len(build_default_text()) if path is None else path.stat().st_size
-    _check_length(size, data.context, label="Python's own text" if path is None else path.name)
+    label = "Python's own text" if path is None else path.name
+    _check_length(size, data.tokens.context, label=label)
 
 
 def read_text_file(data: DataConfig) -> Tokens:
@@ -92,7 +88,7 @@ def read_token_file(data: DataConfig) -> Tokens:
     """Map the numbers of an npy or bin file. Every one is looked at: DataError names the first
     that is negative or beyond the vocabulary."""
     values, label = _open_tokens(data)
-    return Tokens(values, _find_vocabulary(values, data.vocab, label=label), label)
+    return Tokens(values, _find_vocabulary(values, data.tokens.vocab, label=label), label)
 
 
 def _open_tokens(data: DataConfig) -> tuple[np.ndarray, str]:
@@ -104,7 +100,7 @@ def _open_tokens(data: DataConfig) -> tuple[np.ndarray, str]:
             "ones, little-endian); rename it, or for plain text set data.source to text"
         )
     values = _map_npy(path) if ending == ".npy" else _map_bin(path)
-    _check_length(len(values), data.context, label=path.name)
+    _check_length(len(values), data.tokens.context, label=path.name)
     return values, path.name
 
 
@@ -151,9 +147,9 @@ def _check_length(tokens: int, context: int, *, label: str) -> None:
     needed = 2 * (context + 1)
     if tokens < needed:
         raise DataError(
-            f"data.context: {label} has {tokens:,} tokens, and a row of {context:,} for training "
-            f"and one for validation, each with the token after it, need {needed:,}; lower "
-            "data.context, or use a longer text"
+            f"data.args.context: {label} has {tokens:,} tokens, and a row of {context:,} for "
+            f"training and one for validation, each with the token after it, need {needed:,}; "
+            "lower data.args.context, or use a longer text"
         )
 
 
@@ -186,6 +182,6 @@ def _describe_bad_token(value: int, place: int, asked: int | None, *, label: str
             "use a tokenizer with a smaller vocabulary"
         )
     return (
-        f"data.vocab: {label} token {place:,}: must be below {asked:,} (got {value:,}); raise "
-        "data.vocab, or drop it"
+        f"data.args.vocab: {label} token {place:,}: must be below {asked:,} (got {value:,}); raise "
+        "data.args.vocab, or drop it"
     )

@@ -250,7 +250,7 @@ def _parse_numbers(cells: pa.Array, part: _Part, first: int, name: str) -> pa.Ar
     where = f"{part.file.path.name} row {first + row + 1}{part.file.note}"
     mark = ""
     if part.spelling.decimal == ",":
-        mark = ", with a decimal comma as data.decimal of the training"
+        mark = ", with a decimal comma as data.args.decimal of the training"
     raise DataError(
         f"input: {where}, column {shorten(name)}: must be a number{mark} "
         f"(got {shorten(cells[row].as_py().strip())}); mend the cell"

@@ -9,12 +9,13 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 from headroom.base.facts import DeviceFacts
@@ -33,8 +34,10 @@ from headroom.run.known_runs import (
     read_start,
 )
 from headroom.settings import read_settings
+from headroom.settings.arguments import ARGUMENTS
 from headroom.settings.read_settings import ConfigError, resolve_config
 from headroom.settings.run_config import RunConfig, RunSettings
+from headroom.settings.table import list_arguments
 from headroom.tracking.journal import RunGone
 from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training.checkpoint_files import (
@@ -68,8 +71,8 @@ def make_default_name(config: RunConfig) -> str:
         return config.run.name
     source = Path(config.data.path).stem if config.data.path else config.data.source
     usual, words = RunConfig().flat(), [f"{config.model.name}-{source}"]
-    for name, value in read_settings.collect_params(config).items():
-        if name.startswith(NOT_VARIED) or value == usual[name] or not isinstance(value, PLAIN):
+    for name, value in _spread_arguments(read_settings.collect_params(config)):
+        if name.startswith(NOT_VARIED) or value == usual.get(name) or not isinstance(value, PLAIN):
             continue
         section, _, last = name.rpartition(".")
         shown = f"{value:g}" if isinstance(value, float) else redact(str(value))
@@ -77,6 +80,14 @@ def make_default_name(config: RunConfig) -> str:
     fit = max([n for n in range(len(words) + 1) if len(" ".join(words[:n])) <= NAME_LETTERS])
     more = len(words) - max(1, fit)
     return " ".join([*words[: max(1, fit)], *([f"+{more}"] if more else [])])
+
+
+def _spread_arguments(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the params, with the arguments that have limits here in place of what holds them."""
+    known = list_arguments()
+    for name, value in params.items():
+        named = {f"{name}.{key}": each for key, each in value.items()} if name in ARGUMENTS else {}
+        yield from [(key, each) for key, each in named.items() if key in known] or [(name, value)]
 
 
 def make_timestamp() -> str:

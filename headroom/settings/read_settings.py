@@ -32,17 +32,16 @@ from headroom.base.import_paths import (
 )
 from headroom.base.secret_names import make_variable_name, restore_secrets
 from headroom.base.secret_texts import find_secrets, hide_secrets
+from headroom.settings.arguments import UNKNOWN_ARGUMENT
 from headroom.settings.run_config import (
-    SCHEDULES_BY_SETTING,
-    SOURCES_BY_SETTING,
     TOKEN_SOURCES,
     RunConfig,
 )
 from headroom.settings.table import (
     MAPPINGS,
     describe_unknown_setting,
+    find_kind,
     format_value,
-    list_settings,
 )
 
 MAX_BYTES = 2**18
@@ -227,17 +226,8 @@ def override_config(
         rule = "must be a dict of settings, such as {'optim.lr': 0.01}"
         raise ConfigError(f"{called}: {rule} (got {format_value(overrides)})")
     sections = config.model_dump()
-    _drop_presets(sections["optim"])
     _put_settings(sections, overrides)
     return _validate(sections, {}, None, [])
-
-
-def _drop_presets(optim: dict[str, Any]) -> None:
-    """Leave what the optimizer presets to be filled in anew: by then it may be another one."""
-    presets = type(RunConfig().optim)(name=optim["name"])
-    for name in ("momentum", "weight_decay"):
-        if optim[name] == getattr(presets, name):
-            del optim[name]
 
 
 def make_config(settings: Mapping[str, Any]) -> RunConfig:
@@ -298,7 +288,7 @@ def find_config_secrets(config: RunConfig) -> dict[str, str]:
     return secrets
 
 
-_ARGUMENTS = ("data.args", "model.args")
+_ARGUMENTS = ("data.args", "model.args", "optim.args", "optim.schedule_args")
 
 
 def _name_variables(found: Mapping[str, str]) -> dict[str, str]:
@@ -333,13 +323,19 @@ def _change_values(config: RunConfig, change: Callable[[Any, str], Any]) -> RunC
 def _parse_flag(name: str, value: Any) -> Any:
     """Return the value that a flag's text stands for, by the type of its setting. Raises
     SettingsProblem."""
-    setting = ".".join(_split_name(name)[:2])
-    kind = next((row.kind for row in list_settings() if row.name == setting), "string")
+    kind = find_kind(name) or find_kind(".".join(_split_name(name)[:2])) or "string"
     if not isinstance(value, str) or not value:
         return value
     if kind.endswith(" or null") and value.lower() in ("none", "null"):
         return None
-    return value if kind.startswith(("string", "one of")) else parse_value(value)
+    if kind.startswith(("string", "one of")) and not name.startswith(_ARGUMENTS):
+        return value
+    try:
+        return parse_value(value)
+    except SettingsProblem:
+        if kind.startswith("one of"):  # a comma is no YAML
+            return value
+        raise
 
 
 def _put_settings(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -402,6 +398,10 @@ def _make_problem(error: Mapping[str, Any], lines: Mapping[str, int]) -> Setting
         near = (line for key, line in lines.items() if key.startswith(f"{name}."))
         own = f"{name}.{text.partition(':')[0]}"
         return SettingsProblem(f"{name}.{text}", lines.get(own, next(near, None)))
+    if about == UNKNOWN_ARGUMENT:
+        return SettingsProblem(f"{name}: {text}", line)
+    if about == "missing":  # of two numbers
+        text = "must be given too"
     if about in ("extra_forbidden", "model_type"):  # no setting, a section that is no mapping
         text, got = describe_unknown_setting(name), got if about == "model_type" else ""
     elif about == "string_type" and isinstance(value, int | float):
@@ -426,24 +426,12 @@ _NOT_OF_TOKENS = (
 
 def find_unused_settings(config: RunConfig) -> dict[str, str]:
     """Return the settings that this run does not use, each with what it is for."""
-    source, optimizer = config.data.source, config.optim.name
-    unused = {
-        f"data.{name}": f"it is for data.source {' or '.join(sources)} (this is {source})"
-        for name, sources in SOURCES_BY_SETTING.items()
-        if source not in sources
-    }
+    source = config.data.source
+    unused: dict[str, str] = {}
     if source in TOKEN_SOURCES:
         unused |= {
             name: f"it is not for tokens (data.source is {source})" for name in _NOT_OF_TOKENS
         }
-    if not is_import_path(source):
-        unused["data.args"] = f"it is for a source of your own (this is {source})"
-    for name, schedules in SCHEDULES_BY_SETTING.items():
-        if config.optim.schedule not in schedules:
-            meant = " or ".join(schedules)
-            unused[name] = f"it is for optim.schedule {meant} (this is {config.optim.schedule})"
-    if optimizer == "sgd":
-        unused["optim.beta2"] = "it is for AdamW (optim.name is sgd)"
     return unused
 
 
@@ -472,7 +460,7 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
     """
     params: dict[str, str] = {}
     for name, value in settings.items():
-        if name.endswith(".args") and str(value).startswith("{"):
+        if name in _ARGUMENTS and str(value).startswith("{"):
             params |= _flatten(name, value)
         else:
             params[name] = "" if value is None else str(value)

@@ -11,20 +11,27 @@ from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
-    Strict,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from headroom.base.import_paths import IMPORT_PATH, is_import_path
 from headroom.base.names import Place, is_lower_better, is_taken, list_shown
+from headroom.settings.arguments import (
+    OPTIMIZER_ARGS,
+    SCHEDULE_ARGS,
+    DelimitedArgs,
+    ImageArgs,
+    SyntheticArgs,
+    TokenArgs,
+    check_arguments,
+)
 from headroom.settings.file_formats import (
     ARRAYS,
     FORMATS,
@@ -37,11 +44,7 @@ from headroom.settings.file_formats import (
     list_formats,
 )
 from headroom.settings.model_args import BUILTIN_ARGS, find_argument_problems
-
-Int = Annotated[int, Strict()]  # `true` is not 1
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, Strict()]  # "yes" is not true
-Text = Annotated[str, Strict(), Field(max_length=4096)]
+from headroom.settings.section import Bool, Float, Int, Section, Text
 
 
 def _check_printable(text: str) -> str:
@@ -67,12 +70,6 @@ def require_known(known: Iterable[str]) -> AfterValidator:
         )
 
     return AfterValidator(check)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
-    )
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
@@ -129,20 +126,6 @@ DELIMITED_FILES = tuple(name for name in TABLE_FILES if FORMATS[name].is_delimit
 UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
 SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
-# The sources that look at a setting.
-SOURCES_BY_SETTING: dict[str, tuple[str, ...]] = {
-    "drop": TABLE_FILES,
-    "missing": TABLE_FILES,
-    "na": TABLE_FILES,
-    "decimal": DELIMITED_FILES,
-    "split_column": TABLE_FILES,
-    "image_size": ("images",),
-    "rows": ("synthetic",),
-    "features": ("synthetic",),
-    "classes": ("synthetic",),
-    "context": TOKEN_SOURCES,
-    "vocab": ("tokens",),
-}
 ENDINGS = list_endings(*FORMATS)
 _SOURCE = (  # a docstring could not list the formats
     "digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given, "
@@ -154,33 +137,25 @@ _SOURCE = (  # a docstring could not list the formats
 )
 
 
+Args = TypeVar("Args", bound=Section)
+
+
 class DataConfig(Section):
     source: Annotated[Text, require_known(SOURCES), Field(description=_SOURCE)] = "digits"
     path: Text | None = None
     """The file or folder to read. Default of text: the licence and the documentation that come with
     Python."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of your own source: the factory is called with them."""
+    """Arguments of the source, such as the missing values of a csv and the rows of synthetic:
+    docs/settings.md lists them. The factory of your own is called with them."""
     target: Text | None = None
     """The column of a table, or the array of several, to predict. Default: the one named
     target, label, class or y. An npy file holds it in its last column."""
-    drop: list[Text] = Field(default_factory=list)
-    """Columns of a table to leave out."""
-    missing: Literal["fail", "drop", "mean"] = "fail"
-    """Rows of a table with missing features. fail: refuse them; drop: leave them out;
-    mean: take the mean of the training rows, and for text the category `missing`."""
-    na: list[Text] | None = None
-    """Words that mean missing in a table, beside the empty cell; also numbers, in quotes: ["-999"].
-    Default: NA, N/A, NULL, NaN and the like in files of text, none in parquet."""
-    decimal: Literal[".", ","] = "."
-    """The decimal mark of numbers in csv and tsv."""
     task: Literal["auto", "classification", "multilabel", "regression", "tokens", "own"] = "auto"
     """What to learn. auto: the next token of the sources text and tokens; else classification
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
     where it has several columns of 0 and 1, else regression. own, of data of your own: whatever the
     model's own loss or train.loss makes of it, judged by that and by train.metrics alone."""
-    image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
-    """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
     """Host memory that the data may take, in MiB, while it is prepared and on a CPU while it is
     trained on, where rows beyond half of it are read from disk. Default: what is free."""
@@ -196,7 +171,7 @@ class DataConfig(Section):
     are always split by their order. Not of data sets and loaders."""
     split_column: Text | None = None
     """The column of a table to split by time or by group. Times are learnt from too,
-    unless data.drop names them; a group is no feature."""
+    unless data.args.drop names them; a group is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
@@ -214,17 +189,6 @@ class DataConfig(Section):
     validation rows with it (mean absolute times root mean squared error, in the target's units);
     else, and where data.scale_target is false, none. All figures and predictions stay in the
     target's units; val/loss is that of what is learnt."""
-    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
-    """Rows of the synthetic source."""
-    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
-    """Features of the synthetic source."""
-    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
-    """Classes of the synthetic source; 1 makes a regression."""
-    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
-    """Tokens that one row of the sources text and tokens holds: as far as the model looks back."""
-    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
-    """Different tokens of the source tokens. Default: the largest in the file plus 1; give it where
-    the file may lack some, such as 50257 for GPT-2's."""
     cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
     """Folder for prepared arrays, reused by runs with the same data and settings."""
 
@@ -239,13 +203,42 @@ class DataConfig(Section):
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
 
     @property
+    def table(self) -> DelimitedArgs:
+        """Return the arguments of a table; defaults of another source, and of a parquet's
+        decimal mark."""
+        return self._take(DelimitedArgs)
+
+    @property
+    def images(self) -> ImageArgs:
+        return self._take(ImageArgs)
+
+    @property
+    def synthetic(self) -> SyntheticArgs:
+        return self._take(SyntheticArgs)
+
+    @property
+    def tokens(self) -> TokenArgs:
+        """Return the arguments of the sources text and tokens; defaults of another."""
+        return self._take(TokenArgs)
+
+    def _take(self, kind: type[Args]) -> Args:
+        given = {} if is_import_path(self.source) else self.args
+        return kind(**{name: v for name, v in given.items() if name in kind.model_fields})
+
+    @field_validator("args")
+    @classmethod
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        source = info.data.get("source")
+        is_unclear = source == "digits" and info.data.get("path")
+        if source is not None and not is_unclear:  # else the source's own problem is told
+            check_arguments("data.args", source, args)
+        return args
+
+    @property
     def own_split(self) -> dict[str, Any]:
         """Return the split settings (SPLIT_SETTINGS) that are not at their defaults."""
-        return self._find_changed(SPLIT_SETTINGS)
-
-    def _find_changed(self, names: Iterable[str]) -> dict[str, Any]:
         usual = type(self).model_construct()
-        return {n: v for n in names if (v := getattr(self, n)) != getattr(usual, n)}
+        return {n: v for n in SPLIT_SETTINGS if (v := getattr(self, n)) != getattr(usual, n)}
 
     @model_validator(mode="after")
     def _check_path(self) -> DataConfig:
@@ -270,18 +263,11 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_settings(self) -> DataConfig:
-        if self.args and not is_import_path(self.source):
+        if self.split_column is not None and self.source not in TABLE_FILES:
             raise ValueError(
-                f"args: are for a source of your own, package.module:factory (got {self.source}); "
-                "drop them"
+                f"split_column: has no meaning for source {self.source}; drop it, or set "
+                f"data.source to one of {', '.join(TABLE_FILES)}"
             )
-        # The others have no effect, and are told.
-        for name in self._find_changed(("drop", "missing", "na", "decimal", "split_column")):
-            if self.source not in (takes := SOURCES_BY_SETTING[name]):
-                raise ValueError(
-                    f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
-                    f"to one of {', '.join(takes)}"
-                )
         return self
 
     @model_validator(mode="after")
@@ -330,28 +316,8 @@ class DataConfig(Section):
 
 
 FUSED = ("adamw", "sgd")
-TORCH_OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
-    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
-# What PyTorch presets where it differs from ours. Where a name is not here, ours count.
-TORCH_PRESETS: dict[str, dict[str, float]] = {
-    "Muon": {"momentum": 0.95, "weight_decay": 0.1},
-    "RMSprop": {"momentum": 0.0, "weight_decay": 0.0},
-    "SGD": {"momentum": 0.0, "weight_decay": 0.0},
-    **dict.fromkeys(
-        ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam"),
-        {"weight_decay": 0.0},
-    ),
-}
-SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
-# The schedules that look at a setting.
-SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
-    "optim.min_lr_fraction": ("cosine", "linear", "plateau"),
-    "optim.gamma": ("step", "plateau"),
-    "optim.step_epochs": ("step",),
-    "optim.plateau_patience": ("plateau",),
-}
+WEIGHT_DECAY = 0.01  # of these, of an optimizer of one's own, and of AdamW
+WEIGHT_DECAYS = {"Muon": 0.1, "AdamW": WEIGHT_DECAY}  # PyTorch's presets; else 0
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
@@ -410,58 +376,62 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
+    name: Annotated[Text, require_known(OPTIMIZER_ARGS)] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
-    class of torch.optim, with PyTorch's own presets of momentum and weight_decay, of which Muon
-    trains matrices only; package.module:Class: your own, called with the parameters and, where it
-    has parameters of these names, with lr, weight_decay, momentum and betas."""
+    class of torch.optim, of which Muon trains matrices only; package.module:Class: your own, called
+    with the parameters and, where it has parameters of these names, with lr and weight_decay."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the optimizer, such as the momentum of sgd and the betas of adamw:
+    docs/settings.md lists them. Your own is called with them."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
-    weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
+    weight_decay: Annotated[Float, Field(ge=0, le=1000)] | None = None
     """Decoupled (AdamW) or L2 (SGD) weight decay. Norms, biases (all parameters of one axis) and
-    embeddings have none. Of a class of torch.optim the default is PyTorch's: 0 for most."""
-    momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of SGD (Nesterov); AdamW's beta1. Of a class of torch.optim that has a momentum the
-    default is PyTorch's: 0 for RMSprop and SGD."""
-    beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
-    """AdamW's beta2."""
+    embeddings have none. Default: 0.01 of adamw, sgd and your own; of a class of torch.optim
+    PyTorch's, 0 for most."""
     groups: dict[str, GroupConfig] = Field(default_factory=dict)
     """Parts of the model with a peak learning rate or a weight decay of their own, by patterns of
     parameter names: {"encoder.*": {lr: 1e-5}}. The first that matches counts; the schedule is that
     of all."""
-    schedule: Annotated[Text, require_known(SCHEDULES)] = "cosine"
-    """Learning rate after the warm-up. cosine, linear: falling to min_lr_fraction; constant; step:
-    times gamma every step_epochs; plateau: times gamma where train.best_metric gets no better;
-    one_cycle: PyTorch's OneCycleLR. package.module:function: your own, of the step (from 0) and the
-    steps of the run, that gives the share of optim.lr there; without a warm-up."""
-    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    """Share of the peak learning rate that cosine and linear fall to, and below which plateau does
-    not fall."""
-    gamma: Annotated[Float, Field(gt=0, lt=1)] = 0.1
-    """What the schedules step and plateau multiply the learning rate by."""
-    step_epochs: Annotated[Int, Field(ge=1, le=10**6)] = 30
-    """Epochs between two falls of the schedule step."""
-    plateau_patience: Annotated[Int, Field(ge=0, le=10**6)] = 10
-    """Evaluations without an improvement that the schedule plateau waits; at the next one it
-    falls."""
-    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] | None = None
-    """Share of all steps in which the learning rate rises, linearly from 0. Default: 0.05; of
-    one_cycle 0.3."""
-    warmup_steps: Annotated[Int, Field(ge=0, le=10**12)] | None = None
-    """The same in steps, in place of warmup_fraction: a recipe may give either."""
+    schedule: Annotated[Text, require_known(SCHEDULE_ARGS)] = "cosine"
+    """Learning rate after the warm-up. cosine, linear: falling; constant; step: falling every so
+    many epochs; plateau: falling where train.best_metric gets no better; one_cycle: PyTorch's
+    OneCycleLR. package.module:function: your own, of the step (from 0) and the steps of the run,
+    that gives the share of optim.lr there; without a warm-up."""
+    schedule_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the schedule, such as the step_size of step: docs/settings.md lists them. Your
+    own is called with them, by name."""
+    warmup: Annotated[Float, Field(ge=0, le=10**12)] | None = None
+    """In how many steps the learning rate rises, linearly from 0: a share of all where it is below
+    1, else so many. Default: 0.05; of one_cycle 0.3."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, such as 0.999: this average is then
     what is evaluated and logged. It takes as much memory as the weights."""
 
-    @model_validator(mode="before")
+    @property
+    def decay(self) -> float:
+        """Return weight_decay, or what this optimizer presets."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        is_torchs = self.name not in FUSED and not is_import_path(self.name)
+        return WEIGHT_DECAYS.get(self.name, 0.0) if is_torchs else WEIGHT_DECAY
+
+    @property
+    def has_momentum(self) -> bool:
+        """Return whether the optimizer keeps a momentum, which some may do without."""
+        kind = OPTIMIZER_ARGS.get(self.name)
+        args = kind(**self.args).model_dump() if kind else self.args
+        return bool(args.get("momentum", True))
+
+    @field_validator("args", "schedule_args")
     @classmethod
-    def _take_presets(cls, given: Any) -> Any:
-        """Fill in what the optimizer of this name presets otherwise."""
-        name = given.get("name") if isinstance(given, dict) else None
-        presets = TORCH_PRESETS.get(name, {}) if isinstance(name, str) else {}
-        return {**presets, **given} if presets else given
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        owner = info.data.get("name" if info.field_name == "args" else "schedule")
+        if owner is not None:  # else its own problem is told
+            check_arguments(f"optim.{info.field_name}", owner, args)
+        return args
 
     @field_validator("name", mode="before")
     @classmethod
@@ -473,18 +443,18 @@ class OptimConfig(Section):
             )
         return name
 
+    @field_validator("warmup")
+    @classmethod
+    def _check_steps(cls, warmup: float | None) -> float | None:
+        if warmup is not None and warmup > 1 and not warmup.is_integer():
+            raise ValueError(f"must be a share below 1, or a whole number of steps (got {warmup})")
+        return warmup
+
     @model_validator(mode="after")
     def _check_warm_up(self) -> OptimConfig:
-        has_warm_up = self.warmup_steps is not None or self.warmup_fraction is not None
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
+        if self.warmup is not None and is_import_path(self.schedule):
             raise ValueError(
-                f"warmup_steps: is given beside optim.warmup_fraction (got {self.warmup_steps} and "
-                f"{self.warmup_fraction:g}); drop one of them"
-            )
-        if has_warm_up and is_import_path(self.schedule):
-            setting = "warmup_fraction" if self.warmup_steps is None else "warmup_steps"
-            raise ValueError(
-                f"{setting}: is not for a schedule of your own ({self.schedule}), which gives the "
+                f"warmup: is not for a schedule of your own ({self.schedule}), which gives the "
                 "rate of every step; drop it"
             )
         return self

@@ -1,24 +1,40 @@
-"""List every setting as a row of text, suggest the setting that a wrong name probably meant,
-and find the settings that have no meaning for the source, model or optimizer of a run. The rows
-come from the config's own fields, docstrings and limits, so --help and the README cannot differ
-from what is enforced; only the words of other tools are written here.
+"""List every setting and every argument as a row of text, and suggest which one a wrong name
+probably meant. The rows come from the fields, docstrings and limits of the config, so that --help
+and the page of settings cannot differ from what is enforced; only the words of other tools, and the
+names that settings once had, are written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
+from headroom.settings.arguments import ARGUMENTS, SOURCE_ARGS
 from headroom.settings.run_config import GroupConfig, RunConfig
 
+# Settings that hold values by names, which a flag may give one by one.
 MAPPINGS = (
-    "model.args",
-    "data.args",
-    "train.metrics",
-    "optim.groups",
-)  # inner names are the user's
+    *("model.args", "data.args", "train.metrics"),
+    *("optim.args", "optim.schedule_args", "optim.groups"),
+)
+# What was a setting once, and what is to be given in its place.
+MOVED = {
+    **{
+        f"data.{name}": f"data.args.{name}"
+        for kind in SOURCE_ARGS.values()
+        for name in kind.model_fields
+    },
+    "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
+    "optim.beta2": "the second of optim.args.betas",
+    "optim.min_lr_fraction": "optim.schedule_args.min_lr_fraction",
+    "optim.gamma": "optim.schedule_args.gamma of step, optim.schedule_args.factor of plateau",
+    "optim.step_epochs": "optim.schedule_args.step_size",
+    "optim.plateau_patience": "optim.schedule_args.patience",
+    "optim.warmup_fraction": "optim.warmup, a share of all steps below 1",
+    "optim.warmup_steps": "optim.warmup, a number of steps from 1 on",
+}
 _AS_PYDANTIC_SAYS = {"array": "list", "object": "dictionary"}
 _LIMITS = {
     "exclusiveMinimum": "above",
@@ -38,14 +54,13 @@ _OTHER_WORDS = {
     "model.freeze": "frozen",
     "optim.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
     "optim.ema_decay": "ema ema_momentum",
-    "optim.gamma": "factor",
+    "optim.args": "beta1 optimizer_args optimizer_params",
     "optim.groups": "param_groups parameter_groups",
     "optim.lr": "learning_rate",
-    "optim.momentum": "beta1",
     "optim.name": "optimizer optim.type",
     "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
-    "optim.step_epochs": "step_size",
-    "optim.warmup_fraction": "warmup_ratio pct_start",
+    "optim.schedule_args": "eta_min",
+    "optim.warmup": "warmup_ratio pct_start warmup_epochs",
     "train.accumulate": "grad_accum gradient_accumulation_steps",
     "train.best_metric": "monitor metric_for_best_model",
     "train.eval_every_steps": "eval_steps val_check_interval",
@@ -79,6 +94,33 @@ def list_settings() -> list[Setting]:
     return rows
 
 
+@cache
+def list_arguments() -> dict[str, Setting]:
+    """Return every argument of a source, an optimizer and a schedule by its dotted name. Those of
+    the same name are one row, which says what is of whom."""
+    rows: dict[str, list[tuple[str, Setting]]] = {}
+    for setting, owners in ARGUMENTS.items():
+        for owner, kind in owners.items():
+            for name, about in kind.model_json_schema().get("properties", {}).items():
+                row = _make_row(f"{setting}.{name}", about)
+                rows.setdefault(row.name, []).append((owner, row))
+    return {name: _merge_rows(of_owners) for name, of_owners in rows.items()}
+
+
+def find_kind(name: str) -> str:
+    """Return the kind of the setting or argument of this name; empty where there is none."""
+    settings = {row.name: row.kind for row in list_settings()}
+    return settings.get(name) or (row.kind if (row := list_arguments().get(name)) else "")
+
+
+def make_arguments_table() -> str:
+    """Return the table of arguments for the page of settings."""
+    lines = ["| argument | type | default | limits | what it does |", "|---|---|---|---|---|"]
+    for row in list_arguments().values():
+        lines.append(f"| `{row.name}` | {row.kind} | {row.default} | {row.limits} | {row.text} |")
+    return "\n".join(lines) + "\n"
+
+
 def make_markdown_table() -> str:
     """Return the table of settings for the README."""
     lines = ["| setting | type | default | limits | what it does |", "|---|---|---|---|---|"]
@@ -98,6 +140,8 @@ def describe_setting(row: Setting) -> str:
 def describe_unknown_setting(name: str) -> str:
     """Describe why the name is refused, and which setting was probably meant."""
     section = name.partition(".")[0]
+    if new := MOVED.get(name):
+        return f"is no setting any more; give {new}"
     if name.startswith("optim.groups."):
         return f"unknown; a group has {' and '.join(GroupConfig.model_fields)}"
     own = [row.name for row in list_settings() if row.name.startswith(f"{section}.")]
@@ -129,7 +173,8 @@ def _guess_name(name: str) -> str | None:
     leaves = [n.partition(".")[2] for n in names]
     own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
     others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
-    candidates = {**others, **own, **{n: n for n in names}}
+    arguments = {n.rpartition(".")[2]: n for n in reversed(list_arguments())}
+    candidates = {**arguments, **others, **own, **{n: n for n in (*list_arguments(), *names)}}
     leaf = name.rpartition(".")[2]
     asked = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
     meant = [
@@ -138,6 +183,23 @@ def _guess_name(name: str) -> str | None:
     parts = set(leaf.split("_"))  # batch, random_seed
     meant += [own[n] for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
     return meant[0] if meant else None
+
+
+def _merge_rows(rows: Sequence[tuple[str, Setting]]) -> Setting:
+    """Return one row of those of several owners."""
+    defaults: dict[str, list[str]] = {}
+    for owner, row in rows:
+        defaults.setdefault(row.default, []).append(owner)
+    default = ", ".join(
+        f"`{value}`" + (f" ({', '.join(of)})" if len(defaults) > 1 else "")
+        for value, of in defaults.items()
+    )
+    limits = " or ".join(dict.fromkeys(row.limits for _, row in rows if row.limits))
+    texts: dict[str, list[str]] = {}
+    for owner, row in rows:
+        texts.setdefault(row.text, []).append(owner)
+    text = " ".join(f"{text} Of {', '.join(of)}." for text, of in texts.items())
+    return rows[0][1]._replace(default=default, limits=limits, text=text)
 
 
 def _make_row(name: str, about: Mapping[str, Any]) -> Setting:

@@ -141,9 +141,8 @@ def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:
             o.name,
             parameters,
             lr=o.lr,
-            weight_decay=o.weight_decay,
-            momentum=o.momentum,
-            beta2=o.beta2,
+            weight_decay=o.decay,
+            args=o.args,
             undecayed=undecayed,
         )
         made.set_groups(groups, lr=o.lr)

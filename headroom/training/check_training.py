@@ -11,6 +11,7 @@ from dataclasses import replace
 from headroom.base.import_paths import forbid_exit
 from headroom.base.names import list_best_metrics
 from headroom.ranks.sharding import recompute_activations
+from headroom.settings.arguments import PlateauArgs
 from headroom.settings.read_settings import ConfigError
 from headroom.training import optim, own_model
 from headroom.training.loop import compute_end_time
@@ -83,13 +84,16 @@ def _refuse_evaluations(plan: Plan) -> None:
             f"(got {t.eval_every_steps:,}); lower it, or drop it"
         )
     times = plan.epochs + (plan.steps // t.eval_every_steps if t.eval_every_steps else 0)
-    if o.schedule == "plateau" and o.plateau_patience + 2 > times:
+    if o.schedule != "plateau":
+        return
+    waits = PlateauArgs(**o.schedule_args).patience
+    if waits + 2 > times:
         raise ConfigError(
-            f"optim.plateau_patience: {o.plateau_patience} never lowers the rate within the "
+            f"optim.schedule_args.patience: {waits} never lowers the rate within the "
             f"{times:,} evaluations of the run; lower it, or raise train.epochs"
         )
-    if o.schedule == "plateau" and 0 < t.patience <= o.plateau_patience + 1:
+    if 0 < t.patience <= waits + 1:
         raise ConfigError(
-            f"optim.plateau_patience: {o.plateau_patience} never lowers the rate before "
+            f"optim.schedule_args.patience: {waits} never lowers the rate before "
             f"train.patience {t.patience} ends the training; lower it, or raise the other"
         )

@@ -248,7 +248,7 @@ def find_setting(
 def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[str, list[str]]:
     smaller = "make the model smaller by model.args"
     if owner == "data":
-        where = "data.rows" if config.data.source == "synthetic" else "data.path"
+        where = "data.args.rows" if config.data.source == "synthetic" else "data.path"
         return where, [f"give fewer rows ({where}), which live on the device"]
     if owner == "optimizer_state":
         if config.optim.name != "sgd":
@@ -257,20 +257,19 @@ def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[s
                 f"set optim.name to sgd, with {half} (got {config.optim.name})",
                 smaller,
             ]
-        if config.optim.momentum > 0:
-            got = f"(got {config.optim.momentum:g})"
-            return "optim.momentum", [
-                f"set optim.momentum to 0, which needs no state {got}",
+        if config.optim.has_momentum:
+            return "optim.args.momentum", [
+                "set optim.args.momentum to 0, which needs no state",
                 smaller,
             ]
     if owner not in (ACTIVATIONS, REST, "batch"):
         return "model.args", [smaller]
     is_text = config.data.source in TOKEN_SOURCES
-    ways = [f"shorten data.context (got {config.data.context})"] if is_text else []
+    ways = [f"shorten data.args.context (got {config.data.tokens.context})"] if is_text else []
     ways.append(smaller)
     if precision in ("fp32", "tf32"):
         ways.append(f"set train.precision to bf16 (got {precision})")
-    return "data.context" if is_text else "model.args", ways
+    return "data.args.context" if is_text else "model.args", ways
 
 
 def _group_holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from headroom.base import nested
 from headroom.base.import_paths import describe_error, import_callable, is_import_path
 from headroom.base.nested import get_local_part, shard_like
 from headroom.models.parameter_patterns import find_parameters
+from headroom.settings.arguments import BetasArgs, FallingArgs, MomentumArgs, PlateauArgs, StepArgs
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import FUSED, BestMetric, GroupConfig, OptimConfig
 from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, extract_message
@@ -292,7 +294,7 @@ class AdamW(Optimizer):
 
 
 class Sgd(Optimizer):
-    """SGD with Nesterov momentum and L2 weight decay, as torch.optim.SGD(nesterov=True)."""
+    """SGD with momentum and L2 weight decay, as torch.optim.SGD."""
 
     def __init__(
         self,
@@ -301,10 +303,11 @@ class Sgd(Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
+        nesterov: bool = True,
         undecayed: Iterable[nn.Parameter] = (),
     ) -> None:
         super().__init__(parameters, lr=lr, weight_decay=weight_decay, undecayed=undecayed)
-        self.momentum = momentum
+        self.momentum, self.nesterov = momentum, nesterov and momentum > 0
         self.momenta: list[Tensor] = []
 
     @torch.no_grad()
@@ -323,7 +326,7 @@ class Sgd(Optimizer):
                 momentum=self.momentum,
                 lr=lr,
                 dampening=0.0,
-                nesterov=self.momentum > 0,
+                nesterov=self.nesterov,
                 maximize=False,
                 is_first_step=False,
                 grad_scale=getattr(self, "grad_scale", None),
@@ -360,21 +363,29 @@ def make_fused_optimizer(
     *,
     lr: float,
     weight_decay: float,
-    momentum: float,
-    beta2: float,
+    args: Mapping[str, Any] | None = None,
     undecayed: Iterable[nn.Parameter] = (),
 ) -> Optimizer:
-    """Return the optimizer called `adamw` or `sgd`."""
+    """Return the optimizer called `adamw` or `sgd`. args: as `optim.args` has them."""
     if name == "sgd":
+        of_sgd = MomentumArgs(**(args or {}))
         return Sgd(
-            parameters, lr=lr, weight_decay=weight_decay, momentum=momentum, undecayed=undecayed
+            parameters,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=of_sgd.momentum,
+            nesterov=of_sgd.nesterov,
+            undecayed=undecayed,
         )
+    of_adamw = BetasArgs(**(args or {}))
+    beta1, beta2 = of_adamw.betas
     return AdamW(
         parameters,
         lr=lr,
         weight_decay=weight_decay,
-        beta1=momentum,
+        beta1=beta1,
         beta2=beta2,
+        eps=of_adamw.eps,
         undecayed=undecayed,
     )
 
@@ -412,14 +423,15 @@ class Plateau:
     def __init__(self, o: OptimConfig, *, warm_up: int, best: BestMetric, min_delta: float) -> None:
         self._warm_up, self._metric = warm_up, best.name
         self._group: dict[str, Any] = {"lr": o.lr}
+        args = PlateauArgs(**o.schedule_args)
         self._inner = ReduceLROnPlateau(
             _HeldRate(self._group),
             mode="min" if best.is_lower else "max",
-            factor=o.gamma,
-            patience=o.plateau_patience,
+            factor=args.factor,
+            patience=args.patience,
             threshold=min_delta,
             threshold_mode="abs",
-            min_lr=o.lr * o.min_lr_fraction,
+            min_lr=o.lr * args.min_lr_fraction,
         )
 
     def __call__(self, step: int) -> float:
@@ -471,18 +483,18 @@ def make_schedule(
     warm_up = round(_count_warm_up(o, steps))
     if o.schedule == "plateau":
         return Plateau(o, warm_up=warm_up, best=best, min_delta=min_delta)
-    name, lr, least, gamma = o.schedule, o.lr, o.min_lr_fraction, o.gamma
-    period = o.step_epochs * epoch_steps
+    lr, is_cosine, least = o.lr, o.schedule == "cosine", 1.0
+    falls = StepArgs(**o.schedule_args) if o.schedule == "step" else None
+    if o.schedule in ("cosine", "linear"):
+        least = FallingArgs(**o.schedule_args).min_lr_fraction
 
     def at(step: int) -> float:
         if step < warm_up:
             return lr * (step + 1) / warm_up
-        if name == "constant":
-            return lr
-        if name == "step":
-            return lr * gamma ** (step // period)
+        if falls is not None:
+            return lr * falls.gamma ** (step // (falls.step_size * epoch_steps))
         done = (step - warm_up) / max(1, steps - warm_up)
-        left = 0.5 * (1 + math.cos(math.pi * done)) if name == "cosine" else 1 - done
+        left = 0.5 * (1 + math.cos(math.pi * done)) if is_cosine else 1 - done
         return lr * (least + (1 - least) * left)
 
     return at
@@ -490,10 +502,9 @@ def make_schedule(
 
 def _count_warm_up(o: OptimConfig, steps: int) -> float:
     """Return the steps in which the rate rises. A part of a step is what OneCycleLR knows too."""
-    if o.warmup_steps is not None:
-        return o.warmup_steps
     preset = PCT_START if o.schedule == "one_cycle" else 0.05
-    return (preset if o.warmup_fraction is None else o.warmup_fraction) * steps
+    warmup = preset if o.warmup is None else o.warmup
+    return warmup * steps if warmup < 1 else warmup
 
 
 PCT_START, DIV_FACTOR, FINAL_DIV_FACTOR = 0.3, 25.0, 1e4  # what OneCycleLR itself presets
@@ -740,22 +751,23 @@ def check_optimizer(o: OptimConfig, *, steps: int, epochs: int, precision: str =
         rate = make_schedule(o, steps=steps)
         for step in (0, steps - 1):
             rate(step)
-    elif o.warmup_steps is not None and o.warmup_steps >= steps:
+    elif o.warmup is not None and o.warmup >= steps:
         raise ConfigError(
-            f"optim.warmup_steps: must be below the {steps:,} steps of the run "
-            f"(got {o.warmup_steps:,}); lower it, or raise train.epochs"
+            f"optim.warmup: must be below the {steps:,} steps of the run "
+            f"(got {o.warmup:,.0f}); lower it, or raise train.epochs"
         )
-    if o.schedule == "step" and o.step_epochs >= epochs:
+    if o.schedule == "step" and (period := StepArgs(**o.schedule_args).step_size) >= epochs:
         raise ConfigError(
-            f"optim.step_epochs: must be below the {epochs:,} epochs of the run, or the rate never "
-            f"falls (got {o.step_epochs:,}); lower it"
+            f"optim.schedule_args.step_size: must be below the {epochs:,} epochs of the run, or "
+            f"the rate never falls (got {period:,}); lower it"
         )
 
 
 def _make_own_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
     """Return the learning rate of each step by the function at `optim.schedule`. Raises
     ConfigError, also when it is called."""
-    share = import_callable(o.schedule, setting="optim.schedule", refusal=ConfigError)
+    function = import_callable(o.schedule, setting="optim.schedule", refusal=ConfigError)
+    share = partial(function, **o.schedule_args)
 
     def at(step: int) -> float:
         try:
@@ -778,22 +790,25 @@ def _raise_absent(*_: Any, **__: Any) -> Any:
 
 
 def _collect_arguments(factory: Callable[..., Any], o: OptimConfig) -> dict[str, Any]:
-    """Return what it has parameters for. Raises ConfigError for a setting that is not the preset
-    and that it has none for."""
+    """Return what the optimizer is called with beside the parameters. Raises ConfigError for an
+    argument of `optim.args`, or a weight decay, that it has no parameter for."""
     takes = inspect.signature(factory).parameters
-    offered = {
-        "lr": (o.lr, ()),
-        "weight_decay": (o.weight_decay, ("weight_decay",)),
-        "momentum": (o.momentum, ("momentum",)),
-        "betas": ((o.momentum, o.beta2), ("momentum", "beta2")),
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    preset = {"lr": o.lr, "weight_decay": o.decay}
+    for name in o.args:
+        if name in preset:
+            raise ConfigError(f"optim.args.{name}: is a setting of its own; give optim.{name}")
+        if name not in takes and not takes_any:
+            raise ConfigError(
+                f"optim.args.{name}: {o.name} takes none of this name, but {', '.join(takes)}"
+            )
+    if o.weight_decay is not None and "weight_decay" not in takes:
+        raise ConfigError(
+            f"optim.weight_decay: {o.name} takes none (got {o.weight_decay:g}); drop it"
+        )
+    return {name: value for name, value in preset.items() if name in takes} | {
+        name: tuple(value) if isinstance(value, list) else value for name, value in o.args.items()
     }
-    heard = {s for name, (_, settings) in offered.items() if name in takes for s in settings}
-    presets = OptimConfig(name=o.name)
-    for setting in ("weight_decay", "momentum", "beta2"):
-        got = getattr(o, setting)
-        if setting not in heard and got != getattr(presets, setting):
-            raise ConfigError(f"optim.{setting}: {o.name} takes none (got {got:g}); drop it")
-    return {name: value for name, (value, _) in offered.items() if name in takes}
 
 
 def _refuse_unusable(inner: Any, name: str) -> None:

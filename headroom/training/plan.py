@@ -87,7 +87,7 @@ class Plan:
             [device.kind, device.model, device.total_bytes, device.torch_version],
             [self.data.task, self.data.input_shape, self.data.outputs, self.data.bytes],
             [m.name, m.args],
-            [o.name, o.momentum > 0, o.clip_norm is not None],
+            [o.name, o.has_momentum, o.clip_norm is not None],
             [
                 *(t.batch_size, t.accumulate, self.precision, t.deterministic),
                 *(self.settings.memory.limit_mib, self.may_replay),
@@ -96,6 +96,7 @@ class Plan:
             *([] if processes == ("1", 1) else [*processes, t.parallel]),
             *(["recompute"] if self.settings.memory.recompute else []),
             *(["label_smoothing"] if t.label_smoothing else []),
+            *([["args", flags]] if (flags := [n for n, v in o.args.items() if v is True]) else []),
             *([["ema"]] if o.ema_decay is not None else []),
             *([["parts", m.freeze, [*o.groups]]] if m.freeze or o.groups else []),
         ]

@@ -36,7 +36,7 @@ def _prepared(tmp_path: Path, missing: str):
     path = tmp_path / "given.csv"
     path.write_text(HOLES)
     config = DataConfig(
-        path=str(path), cache=str(tmp_path / "cache"), missing=missing, drop=["note"]
+        path=str(path), cache=str(tmp_path / "cache"), args={"missing": missing, "drop": ["note"]}
     )
     return preparation.prepare_dataset(config), pd.read_csv(path)
 

@@ -25,6 +25,7 @@ from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.settings.read_settings import ConfigError, resolve_config
 from headroom.settings.run_config import TABLE_FILES, DataConfig, RunConfig
+from tests.data.configs import change_config, make_data_config
 
 LONGEST_S = 5
 MOST_BYTES = 1 << 30  # of address space beyond what reading the whole files took
@@ -201,7 +202,7 @@ def _tokens() -> list[tuple[str, bytes]]:
 
 SETTINGS = """\
 device: {name: cpu}
-data: {source: csv, path: rows.csv, target: y, drop: [id, "a b"], missing: mean}
+data: {source: csv, path: rows.csv, target: y, args: {drop: [id, "a b"], missing: mean}}
 model: {name: "my.models:Net", args: {hidden: [64, 32], p: 1e-3, more: {deep: [1, [2]]}}}
 optim:
   lr: 1e-3     # a comment
@@ -313,7 +314,7 @@ def place(
     if kind in TABLE_FILES and chance:
         more["missing"] = chance.choice(("fail", "drop", "mean"))
         more["drop"] = chance.choice(([], [], ["b"]))
-    return DataConfig(source=kind, path=str(path), cache=str(folder / "cache"), **more)
+    return make_data_config(source=kind, path=str(path), cache=str(folder / "cache"), **more)
 
 
 def read(data: DataConfig) -> None:
@@ -363,7 +364,7 @@ def main(kind: str, count: int, folder: Path, first: int = 0) -> int:
     if kind != "settings":
         for name, content in files:
             data = place(kind, name, content, folder)
-            read(data.model_copy(update={"missing": "mean"}))
+            read(change_config(data, missing="mean") if data.source in TABLE_FILES else data)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + MOST_BYTES,) * 2)
     good = 0

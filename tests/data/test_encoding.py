@@ -199,9 +199,9 @@ def test_a_column_of_which_nothing_can_be_learnt_is_refused_by_name() -> None:
         encoding.fit_encoding(raw, for_training=np.ones(4, dtype=bool), scale=True)
     assert str(told.value).splitlines() == [
         "data.path: given.csv column 'c': has no value in any training row, of which to take the "
-        "mean; leave the column out by data.drop",
+        "mean; leave the column out by data.args.drop",
         "data.path: given.csv column 'b': holds 'red' in every row that is left, of which nothing "
-        "can be learnt; leave the column out by data.drop",
+        "can be learnt; leave the column out by data.args.drop",
     ]
 
 

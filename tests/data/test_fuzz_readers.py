@@ -17,6 +17,7 @@ from headroom.data.preparation import check_data, prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.data.sources import SOURCES
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import change_config
 
 ROOT = Path(__file__).parent.parent.parent
 COUNTS = {
@@ -219,9 +220,11 @@ def test_a_pickle_under_any_name_never_runs(
             config = DataConfig(source="images", path="given", cache="cache")
         if source == "tokens":
             (tmp_path / "given.npy").write_bytes(content)
-            config = DataConfig(source="tokens", path="given.npy", cache="cache", context=4)
+            config = DataConfig(
+                source="tokens", path="given.npy", cache="cache", args={"context": 4}
+            )
         if source == "text":  # any bytes are a text
-            prepare_dataset(config.model_copy(update={"context": 4}))
+            prepare_dataset(change_config(config, context=4))
         else:
             with pytest.raises(DataError, match="^data."):
                 prepare_dataset(config)

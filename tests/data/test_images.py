@@ -21,6 +21,7 @@ from headroom.data.preparation import check_data, load_arrays, prepare_dataset
 from headroom.data.source_data import DataError, RawData
 from headroom.data.sources import SOURCES
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import make_data_config
 
 RED, WHITE = (200, 10, 30), (255, 255, 255)
 
@@ -48,7 +49,7 @@ def pets(tmp_path: Path) -> Path:
 
 def _config(folder: Path, **more: Any) -> DataConfig:
     given = {"image_size": 8, "cache": str(folder.parent / "cache"), **more}
-    return DataConfig(source="images", path=str(folder), **given)
+    return make_data_config(source="images", path=str(folder), **given)
 
 
 def _read(config: DataConfig) -> RawData:

@@ -19,6 +19,7 @@ from headroom.data.source_data import DataError
 from headroom.prediction.input_batches import Batch, Needs, measure_amount, read_batches
 from headroom.prediction.request import make_order
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import make_data_config
 
 AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "category")), width=2)
 ROWS: list[dict[str, Any]] = [
@@ -39,7 +40,7 @@ ROWS: list[dict[str, Any]] = [
 
 def _prepare(path: Path, **more: Any) -> DataFacts:
     given = {"path": str(path), "cache": str(path.with_name(f"cache {path.name}")), **more}
-    return prepare_dataset(DataConfig.model_validate(given))
+    return prepare_dataset(make_data_config(**given))
 
 
 def _write(folder: Path, *lines: str | bytes, name: str = "rows.jsonl") -> Path:
@@ -67,9 +68,12 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
     [
         {"missing": "mean"},
         {"missing": "drop", "drop": ["colour"]},
-        {"missing": "mean", "target": "amount", "na": ["NaN", "b"], "drop": ["amount "][:0]},
-        {"missing": "mean", "split": "time", "split_column": "day"},
-        {"missing": "mean", "split": "group", "split_column": "zip"},
+        {
+            "target": "amount",
+            "args": {"missing": "mean", "na": ["NaN", "b"], "drop": ["amount "][:0]},
+        },
+        {"split": "time", "split_column": "day", "args": {"missing": "mean"}},
+        {"split": "group", "split_column": "zip", "args": {"missing": "mean"}},
     ],
 )
 def test_json_lines_are_prepared_as_a_csv_of_the_same_rows(
@@ -268,7 +272,7 @@ def test_rows_to_predict_come_as_those_of_a_csv_do(
 
 
 def test_a_model_with_a_decimal_comma_takes_the_numbers_of_json(tmp_path: Path) -> None:
-    """data.decimal says how a CSV is written; JSON has a point whatever the training had."""
+    """data.args.decimal says how a CSV is written; JSON has a point whatever the training had."""
     needs = Needs("regression", "csv", (1,), (("a", "number"),), decimal=",")
     (batch,) = _predict(_write(tmp_path, '{"a": 1.5}', '{"a": null}', '{"a": 2}'), needs)
     assert batch.rows["a"].fillna(-1).tolist() == [1.5, -1, 2]

@@ -17,11 +17,12 @@ from headroom.prediction.input_batches import Needs, read_batches
 from headroom.prediction.request import Order
 from headroom.settings.read_settings import resolve_config
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import change_config, make_data_config
 
 NUMBERS_AS_TEXT = {
-    "0,1234": "set data.decimal to ','",
-    "-3,5": "set data.decimal to ','",
-    "1,234": "write it as 1234, or set data.decimal to ',' where it is no thousands",
+    "0,1234": "set data.args.decimal to ','",
+    "-3,5": "set data.args.decimal to ','",
+    "1,234": "write it as 1234, or set data.args.decimal to ',' where it is no thousands",
     "1,234,567": "write it as 1234567",
     "1,234.50": "write it as 1234.50",
     "1.234,50": "write it as 1234.50",
@@ -39,7 +40,7 @@ NUMBERS_AS_TEXT = {
     "CHF 1'000": "write it as 1000",
     "12.30%": "write it as 12.30",
     "5 %": "write it as 5",
-    "1,5e3": "set data.decimal to ','",
+    "1,5e3": "set data.args.decimal to ','",
     "01/31/2024": "write dates as 2026-11-22",
     "1/2/24": "write dates as 2026-11-22",
     "31.12.2024": "write dates as 2026-11-22",
@@ -88,7 +89,7 @@ def _of(tmp_path, cells, *, targets=(0, 1), source="csv", **more) -> DataConfig:
         quoted = "".join(f'"{a}"\t{i}\t{t}\n' for i, (a, t) in enumerate(zip(rows, y, strict=True)))
         path = path.with_suffix(".tsv")
         path.write_text("a\tb\ty\n" + quoted)
-    return DataConfig(path=str(path), cache=str(tmp_path / "cache"), **more)
+    return make_data_config(path=str(path), cache=str(tmp_path / "cache"), **more)
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
@@ -101,7 +102,7 @@ def test_a_number_that_came_as_text_is_refused_by_its_cell_with_what_to_do(tmp_p
     (line,) = str(told.value).splitlines()
     assert "row 1" in line and f"column 'a': must be a number (got {text!r})" in line
     said = NUMBERS_AS_TEXT[text] if source == "csv" else describe_remedy(text, None)
-    assert f"; {said}" in line and line.endswith("or leave the column out by data.drop")
+    assert f"; {said}" in line and line.endswith("or leave the column out by data.args.drop")
 
 
 @pytest.mark.parametrize("text", CATEGORIES)
@@ -114,7 +115,7 @@ def test_ordinary_categories_are_none_of_them(tmp_path, text):
 def _csv(tmp_path: Path, text: str, **more) -> DataConfig:
     path = tmp_path / "given.csv"
     path.write_text(text)
-    return DataConfig(path=str(path), cache=str(tmp_path / "cache"), **more)
+    return make_data_config(path=str(path), cache=str(tmp_path / "cache"), **more)
 
 
 def _refused(config: DataConfig) -> str:
@@ -128,7 +129,7 @@ def test_a_text_of_its_own_in_nearly_each_row_is_an_id_and_no_category(tmp_path)
     lines = "".join(f"p{i},{i % 7},{i % 2}\n" for i in range(900))
     said = _refused(_csv(tmp_path, "id,b,y\n" + lines))
     assert "column 'id': has 900 different texts in 900 rows, such as 'p0'" in said
-    assert said.endswith("leave the column out by data.drop")
+    assert said.endswith("leave the column out by data.args.drop")
     twice = "".join(f"p{i // 2},{i % 7},{i % 2}\n" for i in range(900))
     assert preparation.prepare_dataset(_csv(tmp_path, "id,b,y\n" + twice)).input_shape == (451,)
 
@@ -141,12 +142,14 @@ COMMAS = "a\tb\ty\n" + "".join(f"{i // 10},{i % 10}\t{i}\t{i},25\n" for i in ran
 def test_the_advice_for_a_target_with_decimal_commas_works(tmp_path):
     """Story: `set data.task to regression` was answered by `set data.task to classification`."""
     (tmp_path / "given.tsv").write_text(COMMAS)
-    config = DataConfig(path=str(tmp_path / "given.tsv"), cache=str(tmp_path), drop=["a"])
+    config = DataConfig(path=str(tmp_path / "given.tsv"), cache=str(tmp_path), args={"drop": ["a"]})
     for task in ("auto", "regression"):
         said = _refused(config.model_copy(update={"task": task}))
         assert said.startswith("data.target: given.tsv row 1 below the header, target 'y': a regre")
-        assert "(got '0,25'); set data.decimal to ',', or set data.task to classification" in said
-    facts = preparation.prepare_dataset(config.model_copy(update={"decimal": ",", "drop": []}))
+        assert (
+            "(got '0,25'); set data.args.decimal to ',', or set data.task to classification" in said
+        )
+    facts = preparation.prepare_dataset(change_config(config, args={"decimal": ","}))
     arrays = preparation.load_arrays(facts)
     assert facts.task == "regression" and facts.decimal == ","
     x = np.concatenate([arrays.train_x, arrays.val_x]) * facts.scale + facts.offset
@@ -169,14 +172,16 @@ def test_text_in_most_of_a_target_gets_no_advice_that_goes_in_a_circle(tmp_path)
 def test_a_point_is_refused_where_the_comma_was_asked_for(tmp_path):
     text = "a\ty\n" + "1.5\t0\n2.25\t1\n" * 9
     (tmp_path / "given.tsv").write_text(text)
-    config = DataConfig(path=str(tmp_path / "given.tsv"), cache=str(tmp_path), decimal=",")
-    assert "(got '1.5'); set data.decimal to '.'" in _refused(config)
+    config = DataConfig(
+        path=str(tmp_path / "given.tsv"), cache=str(tmp_path), args={"decimal": ","}
+    )
+    assert "(got '1.5'); set data.args.decimal to '.'" in _refused(config)
 
 
 @pytest.mark.parametrize(("source", "more"), [("parquet", {"decimal": ","}), ("npz", {"na": []})])
 def test_a_setting_of_text_is_refused_for_a_source_without(source, more):
-    with pytest.raises(ValueError, match="has no meaning for source"):
-        DataConfig(source=source, path="x", **more)
+    with pytest.raises(ValueError, match=f"{source} takes .*no"):
+        make_data_config(source=source, path="x", **more)
 
 
 # Words that mean missing
@@ -191,24 +196,24 @@ def test_a_word_that_was_read_as_missing_is_said_and_data_na_is_the_way_out(tmp_
     said = _refused(_csv(tmp_path, GRADES)).splitlines()
     assert said == [
         "data.path: given.csv row 1 below the header, column 'country': is missing (as in 20 rows),"
-        " as 'NA' is read; fill it in, or set data.missing to drop or mean, or list the words that "
-        "mean missing in data.na"
+        " as 'NA' is read; fill it in, or set data.args.missing to drop or mean, or list the words "
+        "that mean missing in data.args.na"
     ]
     for missing in ("drop", "mean"):
         facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, missing=missing))
-        assert facts.notes[0] == "'NA' was read as missing in 'country' (data.na)"
+        assert facts.notes[0] == "'NA' was read as missing in 'country' (data.args.na)"
     facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, na=[]))
     assert facts.columns[0].values == ("CH", "DE", "NA") and facts.na == ()
     facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, na=["?", "-999"], missing="mean"))
     assert facts.columns[1].values == ("A", "B", "missing")
-    assert facts.notes[0] == "'-999', '?' was read as missing in 'grade' (data.na)"
+    assert facts.notes[0] == "'-999', '?' was read as missing in 'grade' (data.args.na)"
 
 
 def test_a_missing_target_names_its_word_and_data_na_makes_a_class_of_it(tmp_path):
     text = "a,y\n" + "1,NA\n2,none\n3,A\n" * 9
     said = _refused(_csv(tmp_path, text))
     assert "'y': is missing (as in 9 rows), as 'NA' is read; fill it in or drop the rows" in said
-    assert "data.na" in _refused(_csv(tmp_path, text.replace("NA", "B")))  # of `none`
+    assert "data.args.na" in _refused(_csv(tmp_path, text.replace("NA", "B")))  # of `none`
     assert preparation.prepare_dataset(_csv(tmp_path, text, na=[])).class_names == (
         "A",
         "NA",
@@ -221,7 +226,9 @@ def test_a_number_may_mean_missing(tmp_path, source):
     table = {"a": [1.5, -999.0, 2.5] * 9, "n": [-999, 5, 7] * 9, "y": [0, 1, 1] * 9}
     frame, path = pd.DataFrame(table), tmp_path / f"given.{source}"
     getattr(frame, f"to_{source}")(path, index=False)
-    config = DataConfig(path=str(path), cache=str(tmp_path), na=["-999"], missing="mean")
+    config = DataConfig(
+        path=str(path), cache=str(tmp_path), args={"na": ["-999"], "missing": "mean"}
+    )
     facts = preparation.prepare_dataset(config)
     assert [column.fill for column in facts.columns] == pytest.approx([2, 6], abs=0.3)
     rows = make_inputs(frame, [asdict(c) for c in facts.columns], missing="mean", na=facts.na)
@@ -345,11 +352,17 @@ def test_names_may_be_numbers_or_words_of_the_rows(tmp_path, text):
 
 
 def test_no_word_for_missing_can_be_asked_for_at_the_command_line():
-    """Story: `--data.na []` was told that data.na must be a list."""
-    asked = resolve_config(None, {"data.path": "a.csv", "data.na": "[]", "data.decimal": ","})
-    assert (asked.data.na, asked.data.decimal) == ([], ",")
-    assert resolve_config(None, {"data.path": "a.csv", "data.na": "[NA, '-999']"}).data.na == [
+    """Story: `--data.args.na []` was told that data.args.na must be a list."""
+    asked = resolve_config(
+        None, {"data.path": "a.csv", "data.args.na": "[]", "data.args.decimal": ","}
+    )
+    assert (asked.data.table.na, asked.data.table.decimal) == ([], ",")
+    assert resolve_config(
+        None, {"data.path": "a.csv", "data.args.na": "[NA, '-999']"}
+    ).data.table.na == [
         "NA",
         "-999",
     ]
-    assert resolve_config(None, {"data.path": "a.csv", "data.na": "null"}).data.na is None
+    assert (
+        resolve_config(None, {"data.path": "a.csv", "data.args.na": "null"}).data.table.na is None
+    )

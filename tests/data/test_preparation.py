@@ -21,8 +21,9 @@ from headroom.data.row_parts import choose_validation_rows
 from headroom.data.source_data import DataError, RawData
 from headroom.data.targets import encode_target
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import change_config, make_data_config
 
-SYNTHETIC = DataConfig(source="synthetic", rows=60, features=3, classes=3)
+SYNTHETIC = DataConfig(source="synthetic", args={"rows": 60, "features": 3, "classes": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def _raw(target, features=None, **more) -> RawData:
 def _csv(tmp_path: Path, text: str, **more) -> DataConfig:
     path = tmp_path / "given.csv"
     path.write_text(text)
-    return DataConfig(source="csv", path=str(path), cache=str(tmp_path / "cache"), **more)
+    return make_data_config(source="csv", path=str(path), cache=str(tmp_path / "cache"), **more)
 
 
 def _cached(tmp_path: Path, config: DataConfig = SYNTHETIC) -> DataConfig:
@@ -339,16 +340,16 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
     facts = preparation.prepare_dataset(_cached(tmp_path / "one"))
     assert preparation.prepare_dataset(_cached(tmp_path / "two")).fingerprint == facts.fingerprint
     for change in ({"split_seed": 1}, {"scale": False}, {"rows": 61}, {"validation_fraction": 0.3}):
-        other = preparation.prepare_dataset(_cached(tmp_path, SYNTHETIC.model_copy(update=change)))
+        other = preparation.prepare_dataset(_cached(tmp_path, change_config(SYNTHETIC, **change)))
         assert other.fingerprint != facts.fingerprint
     assert len(facts.fingerprint) == 16 and int(facts.fingerprint, 16) >= 0
 
 
 def test_synthetic_classes_stay_classes_however_many(tmp_path):
-    config = DataConfig(source="synthetic", rows=600, features=2, classes=200)
+    config = DataConfig(source="synthetic", args={"rows": 600, "features": 2, "classes": 200})
     facts = preparation.prepare_dataset(_cached(tmp_path, config))
     assert (facts.task, facts.outputs) == ("classification", 200)
-    config = DataConfig(source="synthetic", rows=100, features=2, classes=1)
+    config = DataConfig(source="synthetic", args={"rows": 100, "features": 2, "classes": 1})
     assert preparation.prepare_dataset(_cached(tmp_path, config)).task == "regression"
 
 
@@ -393,7 +394,8 @@ def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, da
     first = preparation.prepare_dataset(config)
     path = Path(first.folder, part)
     content = bytearray(path.read_bytes())
-    content[-20] ^= 1
+    # Of the manifest, its fingerprint: no check covers the settings that it shows.
+    content[content.index(b'fingerprint": "') + 15 if part == "manifest.json" else -20] ^= 1
     if damage == "remove":
         path.unlink()
     else:
@@ -406,7 +408,7 @@ def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, da
 
 def test_large_prepared_arrays_are_not_used_unchecked(tmp_path, caplog):
     """Above 64 MiB only sizes were looked at, and a damaged block was trained on."""
-    config = _cached(tmp_path).model_copy(update={"rows": 70_000, "features": 256})
+    config = change_config(_cached(tmp_path), rows=70_000, features=256)
     first = preparation.prepare_dataset(config)
     assert first.bytes > 64 * 1024**2
     with open(Path(first.folder, "train_x.npy"), "r+b") as file:
@@ -423,7 +425,8 @@ PREPARE = (
     "import os, sys; from headroom.data import preparation as data; "
     "from headroom.data import prepared_cache as store; "
     "from headroom.settings.run_config import *; "
-    "config = DataConfig(source='synthetic', rows=60, features=3, classes=3, cache=sys.argv[1]); "
+    "args = dict(rows=60, features=3, classes=3); "
+    "config = DataConfig(source='synthetic', args=args, cache=sys.argv[1]); "
 )
 
 
@@ -486,7 +489,7 @@ def test_the_temporary_folder_of_a_writer_that_lives_is_not_swept(tmp_path):
 
 
 def test_a_disk_that_fills_up_is_told_by_data_cache_and_nothing_is_left(tmp_path):
-    config = _cached(tmp_path, DataConfig(source="synthetic", rows=2000, features=20))
+    config = _cached(tmp_path, DataConfig(source="synthetic", args={"rows": 2000, "features": 20}))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:

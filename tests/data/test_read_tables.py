@@ -28,6 +28,7 @@ from headroom.data.parquet_files import ParquetFile
 from headroom.data.readers import open_table
 from headroom.data.source_data import DataError
 from headroom.settings.run_config import DataConfig
+from tests.data.configs import change_config, make_data_config
 
 PEOPLE = "age,city,id,y\n" + "".join(
     f"{20 + i % 7},{('Bern', 'Genf', ' Chur ')[i % 3]},p{i},{i % 2}\n" for i in range(60)
@@ -43,7 +44,7 @@ def _no_prefect_handlers(monkeypatch):
 def _config(tmp_path: Path, text: str, source: str = "csv", **more) -> DataConfig:
     path = tmp_path / f"given.{source}"
     path.write_text(text)
-    return DataConfig(source=source, path=str(path), cache=str(tmp_path / "cache"), **more)
+    return make_data_config(source=source, path=str(path), cache=str(tmp_path / "cache"), **more)
 
 
 def _rows(facts):
@@ -105,17 +106,25 @@ def test_columns_are_left_out_before_anything_is_judged(tmp_path):
     config = _config(tmp_path, text.replace("a,,a", "a,,b"), drop=["", "b", "when", "label"])
     facts = preparation.prepare_dataset(config)
     assert facts.feature_names == ("a",)
-    assert _notes(facts)[0] == "left out by data.drop: '', 'b', 'when', 'label'"
+    assert _notes(facts)[0] == "left out by data.args.drop: '', 'b', 'when', 'label'"
     assert facts.notes == tuple(_notes(facts))
 
 
 @pytest.mark.parametrize(
     ("drop", "target", "words"),
     [
-        (["agee"], None, "^data.drop: given.csv has no 'agee'; did you mean 'age'. it has 'age',"),
-        (["y"], "y", "^data.drop: holds 'y', which is data.target; take it out of one"),
+        (
+            ["agee"],
+            None,
+            "^data.args.drop: given.csv has no 'agee'; did you mean 'age'. it has 'age',",
+        ),
+        (["y"], "y", "^data.args.drop: holds 'y', which is data.target; take it out of one"),
         (["y"], None, "^data.target: given.csv has no column named target"),
-        (["age", "city", "id", "y"], None, "^data.drop: leaves no column of given.csv; keep the"),
+        (
+            ["age", "city", "id", "y"],
+            None,
+            "^data.args.drop: leaves no column of given.csv; keep the",
+        ),
         (["age", "city", "id"], None, "^data.path: .* no column that is not left out beside 'y'"),
     ],
 )
@@ -157,7 +166,10 @@ def test_text_becomes_one_input_for_each_value_sorted_and_not_scaled(tmp_path):
         ),
         (["1", "2", "x", "4"] * 10, "row 3 .*'a': must be a number .got 'x'., as 30 of its 40 cel"),
         (["1", "x"] * 10, "row 2 .*, column 'a': must be a number .got 'x'."),
-        ([""] * 10, "column 'a': holds no value in any row; leave the column out by data.drop"),
+        (
+            [""] * 10,
+            "column 'a': holds no value in any row; leave the column out by data.args.drop",
+        ),
     ],
 )
 def test_a_text_column_of_no_use_is_refused_by_name(tmp_path, cells, words):
@@ -260,7 +272,9 @@ def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
     zips = pa.array(["8001", "3000", "8001", None] * 5).dictionary_encode()
     table = pa.table({"zip": zips, "y": [0, 1] * 10})
     parquet.write_table(table, tmp_path / "t.parquet")
-    config = DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path), missing="mean")
+    config = DataConfig(
+        path=str(tmp_path / "t.parquet"), cache=str(tmp_path), args={"missing": "mean"}
+    )
     facts = preparation.prepare_dataset(config)
     assert facts.feature_names == ("zip=3000", "zip=8001", "zip=missing")
     assert facts.columns[0].fill == "missing"
@@ -292,7 +306,7 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
     else:
         frame.to_csv(path, index=False, sep=delimited_text.MARKS[source])
     facts = preparation.prepare_dataset(
-        DataConfig(path=str(path), cache=str(tmp_path / "cache"), missing="mean")
+        DataConfig(path=str(path), cache=str(tmp_path / "cache"), args={"missing": "mean"})
     )
     arrays = preparation.load_arrays(facts)
     x = np.concatenate([arrays.train_x, arrays.val_x])
@@ -325,9 +339,9 @@ def test_missing_values_fail_unless_something_else_is_asked_for(tmp_path):
         preparation.prepare_dataset(_config(tmp_path, HOLES))
     assert str(told.value).splitlines() == [
         "data.path: given.csv row 1 below the header, column 'a': is missing (as in 10 rows); fill "
-        "it in, or set data.missing to drop or mean",
+        "it in, or set data.args.missing to drop or mean",
         "data.path: given.csv row 2 below the header, column 'b': is missing (as in 5 rows); fill "
-        "it in, or set data.missing to drop or mean",
+        "it in, or set data.args.missing to drop or mean",
     ]
 
 
@@ -361,7 +375,7 @@ def test_a_row_is_told_as_the_file_counts_it_though_rows_were_left_out(tmp_path)
 
 
 def test_leaving_out_every_row_is_refused(tmp_path):
-    with pytest.raises(DataError, match="^data.missing: drop would leave no row of given.csv"):
+    with pytest.raises(DataError, match="^data.args.missing: drop would leave no row of given.csv"):
         preparation.prepare_dataset(
             _config(tmp_path, "a,b,y\n" + ",1,0\n2,,1\n" * 5, missing="drop")
         )
@@ -407,7 +421,7 @@ def test_a_nan_in_parquet_is_a_missing_value_like_a_null(tmp_path):
     config = DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path / "cache"))
     with pytest.raises(DataError, match="row 2, column 'a': is missing .as in 10 rows"):
         preparation.prepare_dataset(config)
-    kept = preparation.prepare_dataset(config.model_copy(update={"missing": "drop"}))
+    kept = preparation.prepare_dataset(change_config(config, missing="drop"))
     assert kept.train_rows + kept.val_rows == 10
 
 
@@ -418,7 +432,7 @@ def _parts(folder: Path, *tables, **more) -> DataConfig:
     folder.mkdir()
     for i, table in enumerate(tables):
         parquet.write_table(pa.table(table), folder / f"part-{i}.parquet")
-    return DataConfig(
+    return make_data_config(
         source="parquet", path=str(folder), cache=str(folder.parent / "cache"), **more
     )
 

@@ -203,7 +203,10 @@ def test_of_a_target_that_never_changes_r2_is_not_known(tmp_path: Path) -> None:
 def test_tokens_no_better_told_than_by_their_shares_are_told(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abcd" * 500)
     data = DataConfig(
-        source="text", path=str(tmp_path / "t.txt"), context=8, cache=str(tmp_path / "cache")
+        source="text",
+        path=str(tmp_path / "t.txt"),
+        cache=str(tmp_path / "cache"),
+        args={"context": 8},
     )
     model = {"name": "transformer", "args": {"layers": 1, "heads": 1, "width": 8}}
     facts = _trained(tmp_path, data, "", model=model, optim={"lr": 1e-9})

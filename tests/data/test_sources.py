@@ -394,7 +394,7 @@ def test_a_file_larger_than_memory_is_refused_by_its_size(tmp_path, monkeypatch)
 
 
 def test_synthetic_rows_are_the_same_each_time_and_can_be_told_apart(tmp_path):
-    config = DataConfig(source="synthetic", rows=200, features=1, classes=5)
+    config = DataConfig(source="synthetic", args={"rows": 200, "features": 1, "classes": 5})
     raw, again = _read(config), _read(config)
     assert (raw.features == again.features).all() and (raw.target == again.target).all()
     near = np.clip(np.round(raw.features[:, 0] / 6), 0, 4)
@@ -402,12 +402,14 @@ def test_synthetic_rows_are_the_same_each_time_and_can_be_told_apart(tmp_path):
 
 
 def test_synthetic_rows_that_cannot_be_made_are_refused_by_the_check():
-    with pytest.raises(DataError, match="^data.rows: must be at least 2 for each of 10 classes"):
-        check_data(DataConfig(source="synthetic", rows=19))
-    with pytest.raises(DataError, match="^data.rows: synthetic .* needs about .* of memory"):
-        check_data(DataConfig(source="synthetic", rows=10**9, features=10**6))
-    with pytest.raises(DataError, match="^data.classes: 1 makes a regression"):
-        check_data(DataConfig(source="synthetic", classes=1, task="classification"))
+    with pytest.raises(
+        DataError, match="^data.args.rows: must be at least 2 for each of 10 classes"
+    ):
+        check_data(DataConfig(source="synthetic", args={"rows": 19}))
+    with pytest.raises(DataError, match="^data.args.rows: synthetic .* needs about .* of memory"):
+        check_data(DataConfig(source="synthetic", args={"rows": 10**9, "features": 10**6}))
+    with pytest.raises(DataError, match="^data.args.classes: 1 makes a regression"):
+        check_data(DataConfig(source="synthetic", task="classification", args={"classes": 1}))
     with pytest.raises(DataError, match="^data.target: has no meaning for source synthetic"):
         check_data(DataConfig(source="synthetic", target="y"))
 

@@ -117,7 +117,7 @@ def test_what_else_splits_rows_by_time(tmp_path: Path, kind: str) -> None:
     if kind == "numbers":
         table["day"] = np.arange(300) + 2000
     if kind == "dropped":
-        more = {"drop": ["day"]}
+        more = {"args": {"drop": ["day"]}}
     if kind == "group":
         more = {"split": "group"}
     if kind == "classes":

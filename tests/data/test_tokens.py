@@ -30,6 +30,7 @@ from headroom.settings.run_config import (
 )
 from headroom.training import trainer
 from headroom.training.plan import make_plan
+from tests.data.configs import change_config, make_data_config
 
 COUNT = np.arange(100, dtype=np.uint16)
 
@@ -49,7 +50,7 @@ def _npy(array) -> bytes:
 def _config(tmp_path: Path, content: bytes, *, name: str = "given.npy", **more) -> DataConfig:
     (tmp_path / name).write_bytes(content)
     settings = {"source": "tokens", "context": 4, "cache": str(tmp_path / "cache")}
-    return DataConfig(path=str(tmp_path / name), **{**settings, **more})
+    return make_data_config(path=str(tmp_path / name), **{**settings, **more})
 
 
 def _prepared(config: DataConfig) -> DataFacts:
@@ -85,7 +86,7 @@ def test_rows_of_the_context_follow_each_other_and_targets_are_one_token_on(tmp_
 def test_no_token_is_in_both_parts_and_few_in_none(
     tmp_path_factory, count, context, fraction, block
 ):
-    config = DataConfig(source="text", context=context, validation_fraction=fraction)
+    config = DataConfig(source="text", validation_fraction=fraction, args={"context": context})
     text = tokens.Tokens(np.arange(count), vocabulary=1000, label="made up")
     assume(count >= 2 * (context + 1))
     folder = tmp_path_factory.mktemp("rows")
@@ -225,21 +226,22 @@ def test_the_second_preparation_reuses_the_first_and_only_what_counts_makes_anot
     config = _config(tmp_path, _npy(COUNT))
     first = _prepared(config)
     assert preparation.prepare_dataset(config) == replace(first, reused=True)
-    unused = {"split_seed": 3, "scale": False, "task": "tokens", "rows": 20, "classes": 3}
-    assert preparation.prepare_dataset(config.model_copy(update=unused)) == replace(
+    unused = {"split_seed": 3, "scale": False, "task": "tokens"}
+    assert preparation.prepare_dataset(change_config(config, **unused)) == replace(
         first, reused=True
     )
     for change in ({"context": 5}, {"vocab": 200}, {"validation_fraction": 0.3}):
-        other = preparation.prepare_dataset(config.model_copy(update=change))
+        other = preparation.prepare_dataset(change_config(config, **change))
         assert other.fingerprint != first.fingerprint and not other.reused
     (tmp_path / "given.npy").write_bytes(_npy(COUNT[::-1]))
     assert not preparation.prepare_dataset(config).reused
 
 
 def test_the_settings_of_tokens_make_no_other_table(tmp_path):
-    config = DataConfig(source="synthetic", rows=60, cache=str(tmp_path))
+    config = DataConfig(source="synthetic", cache=str(tmp_path), args={"rows": 60})
     first = preparation.prepare_dataset(config)
-    assert preparation.prepare_dataset(config.model_copy(update={"context": 7, "vocab": 9})).reused
+    with pytest.raises(ValueError, match="synthetic takes rows, features, classes"):
+        change_config(config, context=7)
     assert preparation.prepare_dataset(config) == replace(first, reused=True)
 
 
@@ -249,7 +251,8 @@ def test_damaged_rows_of_tokens_are_noticed_and_prepared_anew(tmp_path, caplog, 
     first = _prepared(config)
     path = Path(first.folder, part)
     content = bytearray(path.read_bytes())
-    content[-20] ^= 1
+    # Of the manifest, its fingerprint: no check covers the settings that it shows.
+    content[content.index(b'fingerprint": "') + 15 if part == "manifest.json" else -20] ^= 1
     path.write_bytes(content)
     assert preparation.prepare_dataset(config) == first
     assert "is prepared anew" in caplog.text
@@ -320,28 +323,30 @@ def test_too_short_a_text_is_refused_with_the_length_it_needs(tmp_path):
     facts = _prepared(enough)
     assert (facts.train_rows, facts.val_rows) == (1, 1)
     words = (
-        r"^data.context: notes has 9 tokens, and a row of 4 for training and one for validation, "
-        r"each with the token after it, need 10; lower data.context, or use a longer text$"
+        r"^data.args.context: notes has 9 tokens, and a row of 4 for training and one for "
+        r"validation, each with the token after it, need 10; lower "
+        r"data.args.context, or use a longer text$"
     )
     with pytest.raises(DataError, match=words):
         preparation.check_data(_config(tmp_path, b"x" * 9, name="notes", source="text"))
     for name, content in {"a.npy": _npy(COUNT[:9]), "a.bin": COUNT[:9].tobytes()}.items():
-        with pytest.raises(DataError, match=f"^data.context: {name} has 9 tokens"):
+        with pytest.raises(DataError, match=f"^data.args.context: {name} has 9 tokens"):
             preparation.check_data(_config(tmp_path, content, name=name))
-    with pytest.raises(DataError, match="^data.context: Python's own text has .* tokens"):
-        preparation.check_data(DataConfig(source="text", context=2**20))
+    with pytest.raises(DataError, match="^data.args.context: Python's own text has .* tokens"):
+        preparation.check_data(DataConfig(source="text", args={"context": 2**20}))
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"target": "y"}, "^data.target: has no meaning for source text .got 'y'.; drop it"),
-        ({"vocab": 128}, "^data.vocab: has no meaning for source text .got 128., whose tokens are"),
     ],
 )
 def test_settings_without_a_meaning_for_text_are_refused(more, words):
     with pytest.raises(DataError, match=words):
-        preparation.check_data(DataConfig(source="text", **more))
+        preparation.check_data(make_data_config(source="text", **more))
+    with pytest.raises(ValueError, match="text takes context, and none of this name"):
+        make_data_config(source="text", vocab=128)
 
 
 def test_a_target_has_no_meaning_for_tokens(tmp_path):
@@ -355,7 +360,11 @@ def test_a_target_has_no_meaning_for_tokens(tmp_path):
         (-1, {}, r"^data.path: given.npy token 51: must be at least 0 \(got -1\); tokens are"),
         (-1, {"vocab": 200}, "^data.path: given.npy token 51: must be at least 0"),
         (65536, {}, r"^data.path: .* token 51: must be below 65,536 \(got 65,536\); use a tokeni"),
-        (200, {"vocab": 200}, r"^data.vocab: .* token 51: must be below 200 \(got 200\); raise"),
+        (
+            200,
+            {"vocab": 200},
+            r"^data.args.vocab: .* token 51: must be below 200 \(got 200\); raise",
+        ),
     ],
 )
 def test_what_is_no_token_is_refused_by_its_place(tmp_path, value, more, words):
@@ -382,13 +391,13 @@ def test_a_text_of_one_token_is_refused(tmp_path):
         ({"source": "digits", "path": "a"}, "set data.source to one of csv, .*, text, tokens"),
         ({"source": "text", "task": "regression"}, "task: must be auto or tokens for source text"),
         ({"task": "tokens"}, r"task: tokens needs source text or tokens \(got digits\)"),
-        ({"context": 0}, "greater than or equal to 1"),
-        ({"vocab": 65537}, "less than or equal to 65536"),
+        ({"source": "text", "context": 0}, "greater than or equal to 1"),
+        ({"source": "tokens", "path": "a.npy", "vocab": 65537}, "less than or equal to 65536"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        DataConfig(**settings)
+        make_data_config(**settings)
     DataConfig(source="text", task="tokens")
 
 

@@ -138,13 +138,18 @@ DATA = [
         "latin-1", csv(b"x,label\n1,caf\xe9\n2,b\n"), CSV, "data.path: rows.csv line 2 is not UTF-8"
     ),
     Row("two marks", csv("a;b,label\n1;2;3\n"), CSV, "data.path: ...has 1 cells where the header"),
-    Row("not a number of the drop", csv(TABLE), f"{CSV} --data.drop [z]", "data.drop: "),
-    Row("all dropped", csv(TABLE), f"{CSV} --data.drop [x]", "data.path: rows.csv has no column"),
+    Row("not a number of the drop", csv(TABLE), f"{CSV} --data.args.drop [z]", "data.args.drop: "),
+    Row(
+        "all dropped",
+        csv(TABLE),
+        f"{CSV} --data.args.drop [x]",
+        "data.path: rows.csv has no column",
+    ),
     Row(
         "the target dropped",
         csv(TABLE),
-        f"{CSV} --data.target label --data.drop [label]",
-        "data.drop: ",
+        f"{CSV} --data.target label --data.args.drop [label]",
+        "data.args.drop: ",
     ),
     Row("gzip", csv(b"\x1f\x8b\x08\x00rest"), CSV, "data.path: ...is compressed with gzip; unpack"),
     Row(
@@ -227,8 +232,8 @@ DATA = [
     Row(
         "rows that no memory holds",
         None,
-        "--data.source synthetic --data.rows 1000000000",
-        "data.r",
+        "--data.source synthetic --data.args.rows 1000000000",
+        "data.args.rows: synthetic of",
     ),
     Row(
         "a target for digits", None, "--data.target y", "data.target: has no meaning for source dig"

@@ -43,7 +43,7 @@ def test_a_csv_of_sklearn_with_strings_and_holes(place: Path) -> None:
     frame.loc[90, "island"] = None
     frame.to_csv(place / "iris.csv", index=False)
     run, model = _train(
-        data={"path": "iris.csv", "drop": ["flower"], "missing": "mean"},
+        data={"path": "iris.csv", "args": {"drop": ["flower"], "missing": "mean"}},
         train={"epochs": 40, "batch_size": 16},
         optim={"lr": 0.01},
     )
@@ -74,7 +74,7 @@ def test_json_lines_train_and_predict_as_a_csv_of_the_same_rows(place: Path) -> 
     pd.DataFrame(rows).to_csv(place / "rows.csv", index=False)
     weights, scores = [], []
     for name in ("rows.csv", "rows.jsonl"):
-        run, model = _train(data={"path": name, "missing": "mean"}, train={"epochs": 2})
+        run, model = _train(data={"path": name, "args": {"missing": "mean"}}, train={"epochs": 2})
         predict(name, f"{name}.predicted.jsonl", run=run["run_id"], keep=["colour"])
         weights.append(model._model_impl.model.state_dict())
         scores.append({k: v for k, v in run["metrics"].items() if k.startswith("val/")})
@@ -114,7 +114,7 @@ def test_a_folder_of_images(place: Path) -> None:
             pixels = random.integers(level - 40, level + 40, (12, 16, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(place / "pets" / name / f"{i}.png")
     run, model = _train(
-        data={"source": "images", "path": "pets", "image_size": 8},
+        data={"source": "images", "path": "pets", "args": {"image_size": 8}},
         model={"name": "cnn", "args": {"width": 4}},
         train={"epochs": 10, "batch_size": 8},
         optim={"lr": 0.01},

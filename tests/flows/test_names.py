@@ -28,7 +28,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "labels": {"data": {"path": "labels.npz", "test_fraction": 0.2}},
     "houses": {"data": {"path": "houses.csv", "target": "price", "test_fraction": 0.2}},
     "text": {
-        "data": {"source": "text", "path": "book.txt", "context": 16, "test_fraction": 0.2},
+        "data": {
+            "source": "text",
+            "path": "book.txt",
+            "test_fraction": 0.2,
+            "args": {"context": 16},
+        },
         "model": {"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 16}},
         "train": {"epochs": 4, "log_every": 2},
     },

@@ -113,7 +113,7 @@ def test_models_of_transformers_train_and_predict_anywhere(theirs: Own, tmp_path
     runs = {
         "gpt2": _train(
             model={"name": "theirs:gpt2"},
-            data={"source": "text", "path": str(text), "context": 16},
+            data={"source": "text", "path": str(text), "args": {"context": 16}},
             train={"epochs": 3, "batch_size": 16},
             optim={"lr": 0.01},
         ),

@@ -53,14 +53,14 @@ def trained(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     sections: dict[str, dict[str, Any]] = {
         "digits": {},
-        "table": {"data": {"source": "csv", "path": "table.csv", "missing": "mean"}},
+        "table": {"data": {"source": "csv", "path": "table.csv", "args": {"missing": "mean"}}},
         "houses": {
             "data": {"path": "houses.csv", "target": "price"},
             "optim": {"lr": 0.05},
             "train": {"epochs": 4},
         },
         "text": {
-            "data": {"source": "text", "path": "book.txt", "context": 16},
+            "data": {"source": "text", "path": "book.txt", "args": {"context": 16}},
             "model": {"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 16}},
         },
     }

@@ -61,7 +61,9 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert params["optim.lr"] == "0.002" and params["data.source"] == "digits"
     assert set(params) < set(RunConfig().flat())
     assert all(params.values()) and "run.name" not in params and tags["run.name"] == "my run"
-    assert not {"data.context", "data.rows", "data.drop", "data.args"} & set(params), "mean nothing"
+    assert not {"data.args.context", "data.args.rows", "data.args.drop", "data.args"} & set(
+        params
+    ), "mean nothing"
 
     assert tags["device"] == "cpu" and tags["device.kind"] == "cpu"
     assert tags["device.reason"].startswith("cpu")
@@ -135,7 +137,7 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
 
 
 def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
-    made = train({"data.rows": 100, "data.source": "synthetic"}, overrides={"train.epochs": 1})
+    made = train({"data.args.rows": 100, "data.source": "synthetic"}, overrides={"train.epochs": 1})
     assert made["name"] == "mlp-synthetic rows=100 epochs=1"
     with get_client(sync_client=True) as prefect:
         flow_run = prefect.read_flow_run(made["tags"]["prefect.flow_run_id"])

@@ -152,7 +152,7 @@ def test_bf16_as_a_graph() -> None:
 def test_fp16_of_rows_that_take_more_than_they_may() -> None:
     limit_mib = beside_libraries(64.0)
     run = _trained(
-        data={"source": "synthetic", "rows": 20_000, "features": 1024},
+        data={"source": "synthetic", "args": {"rows": 20_000, "features": 1024}},
         train={"precision": "fp16", "epochs": 1, "batch_size": 256},
         optim={"lr": 1e-4},
         memory={"limit_mib": limit_mib},
@@ -165,7 +165,7 @@ def test_fp16_of_rows_that_take_more_than_they_may() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_transformer_on_the_text_that_is_here() -> None:
     run = _trained(
-        data={"source": "text", "context": 32},
+        data={"source": "text", "args": {"context": 32}},
         model={"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 16}},
         train={"epochs": 1, "batch_size": 512},
         optim={"lr": 0.01},
@@ -225,7 +225,7 @@ def test_an_index_out_of_range_breaks_the_device_and_not_the_record(
     (place / "theirs.py").write_text(THEIRS)
     process = desk(
         *("--device.name", "cuda", "--model.name", "theirs:Net", "--model.args", "{way: index}"),
-        *("--data.source", "synthetic", "--data.rows", "300000"),
+        *("--data.source", "synthetic", "--data.args.rows", "300000"),
         *("--memory.limit_mib", str(beside_libraries(48.0))),
         home=Path(os.environ["PREFECT_HOME"]),
     )

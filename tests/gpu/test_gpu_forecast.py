@@ -20,21 +20,29 @@ if not torch.cuda.is_available() or torch.version.hip:
 
 pytestmark = pytest.mark.gpu
 CASES = {
-    "linear": ({"source": "synthetic", "rows": 3000, "features": 512}, {}, 1024),
+    "linear": ({"source": "synthetic", "args": {"rows": 3000, "features": 512}}, {}, 1024),
     "mlp": (
-        {"source": "synthetic", "rows": 3000, "features": 256},
+        {"source": "synthetic", "args": {"rows": 3000, "features": 256}},
         {"hidden": [512, 512], "dropout": 0.1},
         1024,
     ),
-    "transformer": ({"source": "text", "context": 64}, {"width": 64, "layers": 2}, 32),
+    "transformer": ({"source": "text", "args": {"context": 64}}, {"width": 64, "layers": 2}, 32),
     # 12 % of what is held was missing, 45 % of its evaluation: what attention takes for a moment.
-    "transformer 256": ({"source": "text", "context": 256}, {"width": 128, "layers": 2}, 16),
+    "transformer 256": (
+        {"source": "text", "args": {"context": 256}},
+        {"width": 128, "layers": 2},
+        16,
+    ),
 }
 
 
 # What lies in blocks of which the rest, of up to 1 MiB, is not split off.
 UNSPLIT = {
-    "mlp": ({"source": "synthetic", "rows": 6000, "features": 64}, {"hidden": [1024, 1024]}, 512),
+    "mlp": (
+        {"source": "synthetic", "args": {"rows": 6000, "features": 64}},
+        {"hidden": [1024, 1024]},
+        512,
+    ),
     "cnn": ({"source": "digits"}, {}, 64),
 }
 

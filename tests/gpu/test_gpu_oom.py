@@ -197,9 +197,8 @@ def _trained(tmp_path, **more):
         {
             "data": {
                 "source": "synthetic",
-                "rows": 10_000,
-                "features": 64,
                 "cache": str(tmp_path / "data"),
+                "args": {"rows": 10_000, "features": 64},
             },
             "device": {"name": "cuda"},
             "model": {"name": "mlp", "args": {"hidden": [1024, 1024]}},

@@ -177,19 +177,19 @@ MLP = {"name": "mlp", "args": {"hidden": [8], "dropout": 0.0}}
 GPT = {"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 8, "dropout": 0.0}}
 CASES: dict[str, dict[str, Any]] = {
     "table with text, gaps and few of a class": {
-        "data": {"path": "csv", "missing": "mean"},
+        "data": {"path": "csv", "args": {"missing": "mean"}},
         "model": {"name": "linear"},
         "train": {"class_weights": "balanced"},
         "optim": {"name": "adamw", "lr": 0.01},
     },
-    "regression": {"data": {"path": "parquet", "missing": "drop"}, "model": MLP},
+    "regression": {"data": {"path": "parquet", "args": {"missing": "drop"}}, "model": MLP},
     "several labels": {"data": {"path": "npz"}, "model": MLP},
     "images": {
-        "data": {"source": "images", "path": "images", "image_size": 8},
+        "data": {"source": "images", "path": "images", "args": {"image_size": 8}},
         "model": {"name": "cnn", "args": {"width": 4, "dropout": 0.0}},
     },
-    "text": {"data": {"path": "txt", "context": 16}, "model": GPT},
-    "tokens": {"data": {"path": "bin", "context": 16, "vocab": 64}, "model": GPT},
+    "text": {"data": {"path": "txt", "args": {"context": 16}}, "model": GPT},
+    "tokens": {"data": {"path": "bin", "args": {"context": 16, "vocab": 64}}, "model": GPT},
     "micro-batches, clipped": {
         "data": {"path": "npz"},
         "model": MLP,
@@ -198,13 +198,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "deterministic": {"data": {"path": "npz"}, "model": MLP, "train": {"deterministic": True}},
     "the best epoch's weights": {
-        "data": {"source": "synthetic", "rows": 60, "features": 4, "classes": 3},
+        "data": {"source": "synthetic", "args": {"rows": 60, "features": 4, "classes": 3}},
         "model": MLP,
         "train": {"patience": 2, "epochs": 40, "batch_size": 12},
         "optim": {"lr": 0.5},
     },
     "own loss and metrics": {
-        "data": {"path": "parquet", "missing": "drop"},
+        "data": {"path": "parquet", "args": {"missing": "drop"}},
         "model": MLP,
         "train": {
             "loss": "mine:huber",

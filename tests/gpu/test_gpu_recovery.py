@@ -72,7 +72,11 @@ class _Short:
 
 def _train(folder: Path, **sections: dict[str, Any]) -> TrainFacts:
     given = {
-        "data": {"source": "synthetic", "rows": 190, "features": 8, "cache": str(folder / "data")},
+        "data": {
+            "source": "synthetic",
+            "cache": str(folder / "data"),
+            "args": {"rows": 190, "features": 8},
+        },
         "device": {"name": "cuda"},
         "model": {"name": "mlp", "args": {"hidden": [16], "dropout": 0.2}},
         "optim": {"clip_norm": 0.5, "lr": 0.05},

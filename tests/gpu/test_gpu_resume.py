@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
             "ema_decay": 0.9,
             "groups": {"5": {"lr": 1e-3}},
             "schedule": "plateau",
-            "plateau_patience": 0,
+            "schedule_args": {"patience": 0},
         },
         "train": {"eval_every_steps": 7, "label_smoothing": 0.1, "best_metric": "val/accuracy"},
     },

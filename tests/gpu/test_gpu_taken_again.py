@@ -105,7 +105,7 @@ def test_parts_of_a_batch_weigh_what_their_loss_is_the_mean_of(
         "model": "mine:Words",
         "args": {"tells": model},
         "data": {"source": "mine:sentences", "task": "tokens"},
-        "optim": {"name": "SGD", "lr": 0.5, "momentum": 0.0},
+        "optim": {"name": "SGD", "lr": 0.5, "args": {"momentum": 0.0}},
     }
     whole = train_own(own, tmp_path / "whole", **shared)
     parts = train_own(own, tmp_path / "parts", accumulate=4, **shared)

@@ -156,7 +156,7 @@ def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(
     monkeypatch.setattr(throughput, "_SHEETS", {torch.cuda.get_device_name(0): sheet})
     facts, _, _ = _train(
         tmp_path,
-        data={"cache": str(tmp_path / "data"), "source": "text", "context": 64},
+        data={"cache": str(tmp_path / "data"), "source": "text", "args": {"context": 64}},
         model={"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 32}},
         train={"epochs": 1, "precision": "fp32"},  # slow in bf16 on many a CPU
         optim={"lr": 0.01},

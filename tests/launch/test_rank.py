@@ -47,7 +47,7 @@ TRAININGS: dict[str, Sections] = {
             "eval_every_steps": 9,
             "best_metric": "val/accuracy",
         },
-        "optim": {"ema_decay": 0.9, "schedule": "plateau", "plateau_patience": 1},
+        "optim": {"ema_decay": 0.9, "schedule": "plateau", "schedule_args": {"patience": 1}},
     },
     "parts of a shared one, averaged": {
         "model": {"args": {"hidden": [512, 256]}, "freeze": ["3"]},

@@ -167,7 +167,11 @@ def test_a_file_is_predicted_from_as_it_was_trained_on(
         for i in range(300)
     ]
     path = _write(tmp_path, "\ufeffid;n;truth;day;word;code;y\r\n" + "\r\n".join(lines))
-    asked = {"missing": "mean", "decimal": ",", "scale": False, "cache": str(tmp_path / "c")}
+    asked = {
+        "scale": False,
+        "cache": str(tmp_path / "c"),
+        "args": {"missing": "mean", "decimal": ","},
+    }
     facts = preparation.prepare_dataset(DataConfig(path=str(path), **asked))
     kinds = ["number", "number", "number", "date", "category", "category"]
     assert [column.kind for column in facts.columns or ()] == kinds

@@ -30,6 +30,7 @@ from tasks.train_model import train_model
         ({"optim.lr": "0.01", "run.key": "night", "device.name": "cpu"}, "mlp-digits lr=0.01"),
         ({"data.path": "here/houses.csv", "data.target": "Price"}, "mlp-houses target=Price"),
         ({"optim.name": "sgd", "train.seed": "7"}, "mlp-digits optim=sgd seed=7"),
+        ({"optim.name": "sgd", "optim.args.momentum": "0.5"}, "mlp-digits optim=sgd momentum=0.5"),
         ({"run.name": "mine", "optim.lr": "0.01"}, "mine"),
     ],
 )

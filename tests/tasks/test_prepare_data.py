@@ -18,7 +18,7 @@ def _no_prefect_handlers(monkeypatch):
 
 
 def test_task_gives_facts_and_says_when_they_were_prepared_earlier(tmp_path):
-    config = DataConfig(source="synthetic", rows=60, cache=str(tmp_path))
+    config = DataConfig(source="synthetic", cache=str(tmp_path), args={"rows": 60})
     facts = prepare_data.fn(config)
     assert (facts.source, facts.train_rows, facts.val_rows) == ("synthetic", 48, 12)
     assert prepare_data.fn(config) == replace(facts, reused=True)

@@ -61,7 +61,9 @@ class Machine:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataFacts:
     cache = str(tmp_path_factory.mktemp("data"))
-    return prepare_dataset(DataConfig(cache=cache, source="synthetic", rows=600, features=50))
+    return prepare_dataset(
+        DataConfig(cache=cache, source="synthetic", args={"rows": 600, "features": 50})
+    )
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def _config(tmp_path: Path, name: str, **sections: Any) -> RunConfig:
         {
             "data": {"cache": str(tmp_path / "data")},
             "model": {"name": name, "args": MODELS[name]},
-            "optim": {"lr": LR, "schedule": "constant", "warmup_fraction": 0.0},
+            "optim": {"lr": LR, "schedule": "constant", "warmup": 0.0},
             "train": train,
             **sections,
         }

@@ -33,10 +33,10 @@ from headroom.watch.allocation_log import MIB, AllocationLog
 from headroom.watch.phases import Watched
 
 SOURCES = {
-    "linear": {"source": "synthetic", "rows": 600, "features": 50},
-    "mlp": {"source": "synthetic", "rows": 600, "features": 50, "classes": 1},
+    "linear": {"source": "synthetic", "args": {"rows": 600, "features": 50}},
+    "mlp": {"source": "synthetic", "args": {"rows": 600, "features": 50, "classes": 1}},
     "cnn": {"source": "digits"},
-    "transformer": {"source": "text", "context": 16},
+    "transformer": {"source": "text", "args": {"context": 16}},
 }
 ARGS = {
     "linear": {},
@@ -228,7 +228,11 @@ def test_whole_blocks_count_where_the_rest_of_one_is_not_split_off(
     """43.1 MiB were foretold of an mlp for which CUDA's allocator counted 43.8: a moment of 4 MiB
     lay in a block that is 0.7 MiB larger."""
     settings = {
-        "data": {"source": "synthetic", "rows": 6000, "features": 64, "cache": str(tmp_path)},
+        "data": {
+            "source": "synthetic",
+            "cache": str(tmp_path),
+            "args": {"rows": 6000, "features": 64},
+        },
         "model": {"name": "mlp", "args": {"hidden": [1024, 1024]}},
         "train": {"batch_size": 512, "compile": "off", "precision": "fp32"},
     }

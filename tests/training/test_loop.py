@@ -671,9 +671,9 @@ def _follow_torch(o: OptimConfig, *, every: int) -> tuple[nn.Module, list[float]
 def test_a_run_with_a_schedule_is_the_loop_that_pytorchs_pages_show(schedule: str) -> None:
     """The rates are the same to the bit; the weights are those of the fused kernel, which rounds
     otherwise."""
-    o = OptimConfig(lr=0.1, schedule=schedule, plateau_patience=1, warmup_steps=None)
+    o = OptimConfig(lr=0.1, schedule=schedule)
     if schedule == "plateau":
-        o = o.model_copy(update={"warmup_steps": 0})
+        o = o.model_copy(update={"warmup": 0, "schedule_args": {"patience": 1}})
     rate = optim.make_schedule(o, steps=84)
     logged: list[tuple[int, dict[str, float]]] = []
     model = _model()

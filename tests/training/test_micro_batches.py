@@ -70,8 +70,7 @@ class _Training:
             self.model.parameters(),
             lr=0.01,
             weight_decay=0.0,
-            momentum=0.9 if adam else 0.0,  # which has a state
-            beta2=0.99,
+            args={} if adam else {"momentum": 0.0},  # which has no state
         )
         accounts = MemoryByOwner(
             self.ledger,

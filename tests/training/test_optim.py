@@ -1,6 +1,7 @@
 import copy
 import math
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from headroom.models.parameter_patterns import freeze_parameters
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import OptimConfig
 from headroom.training import build, optim
+
+ARGS: dict[str, dict[str, Any]] = {"adamw": {"betas": [0.9, 0.99]}, "sgd": {"momentum": 0.9}}
 
 
 def _twins() -> tuple[nn.Module, nn.Module]:
@@ -40,8 +43,7 @@ def test_steps_are_those_of_torch_optim(name: str, weight_decay: float) -> None:
         mine.parameters(),
         lr=0.05,
         weight_decay=weight_decay,
-        momentum=momentum,
-        beta2=0.99,
+        args={"betas": (0.9, 0.99)} if name == "adamw" else {"momentum": momentum},
     )
     if name == "adamw":
         reference = torch.optim.AdamW(
@@ -86,8 +88,7 @@ def test_norms_biases_and_embeddings_have_no_weight_decay(name: str) -> None:
         mine.parameters(),
         lr=0.05,
         weight_decay=0.5,
-        momentum=0.9,
-        beta2=0.99,
+        args=ARGS[name],
         undecayed=optim.list_undecayed(mine),
     )
     decayed = [theirs.hidden.weight]
@@ -121,7 +122,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler(name: str) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = optim.make_fused_optimizer(
-        name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99
+        name, [weight], lr=0.1, weight_decay=0.1, args=ARGS[name]
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale((weight * math.inf).sum()).backward()
@@ -159,7 +160,7 @@ def test_a_first_step_imports_no_compiler() -> None:
         "from headroom.training import optim\n"
         "p = torch.nn.Parameter(torch.ones(2)); p.sum().backward()\n"
         "o = optim.make_fused_optimizer("
-        "'adamw', [p], lr=.1, weight_decay=0., momentum=.9, beta2=.9)\n"
+        "'adamw', [p], lr=.1, weight_decay=0., args={})\n"
         "o.step(); o.zero_grad()\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
@@ -189,7 +190,7 @@ def test_a_step_that_failed_between_two_decays_goes_on_where_it_failed(monkeypat
     torch.manual_seed(0)
     start = [torch.randn(3) for _ in range(3)]
     ours, theirs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
-    how = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9, "beta2": 0.99}
+    how = {"lr": 0.1, "weight_decay": 0.3, "args": ARGS[name]}
     mine = optim.make_fused_optimizer(name, ours, **how, undecayed=ours[:2])
     groups = [{"params": theirs[:2], "weight_decay": 0.0}, {"params": theirs[2:]}]
     reference: torch.optim.Optimizer
@@ -244,7 +245,7 @@ def test_a_new_rate_holds_from_the_next_step_and_fills_a_tensor_in_place(name: s
     torch.manual_seed(0)
     start = torch.randn(3)
     given = [nn.Parameter(start.clone()) for _ in range(3)]
-    how = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "beta2": 0.99}
+    how = {"lr": 0.1, "weight_decay": 0.0, "args": ARGS[name]}
     plain, replayed = (optim.make_fused_optimizer(name, [p], **how) for p in given[:2])
     rate = replayed.lr = torch.tensor(0.1)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -272,9 +273,7 @@ def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name:
 
     monkeypatch.setattr(torch.amp.GradScaler, "_maybe_opt_step", waits)
     weight = nn.Parameter(torch.ones(3))
-    optimizer = optim.make_fused_optimizer(
-        name, [weight], lr=0.1, weight_decay=0, momentum=0.9, beta2=0.99
-    )
+    optimizer = optim.make_fused_optimizer(name, [weight], lr=0.1, weight_decay=0, args=ARGS[name])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
@@ -287,7 +286,7 @@ def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name:
 def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters) -> None:
     """What is counted once for all parameters is kept, and counted, once again."""
     torch.manual_seed(0)
-    how = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.99}
+    how = {"lr": 0.1, "weight_decay": 0.1, "args": ARGS[name]}
     first = [nn.Parameter(torch.randn(3)) for _ in range(parameters)]
     old = optim.make_fused_optimizer(name, first, **how)
     for step in range(0 if present == "none yet" else 3):
@@ -318,9 +317,7 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
     torch.manual_seed(0)
     start = torch.randn(6, 5, dtype=torch.cfloat)
     mine, theirs = (nn.Parameter(start.clone()) for _ in range(2))
-    made = optim.make_fused_optimizer(
-        name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99
-    )
+    made = optim.make_fused_optimizer(name, [mine], lr=0.05, weight_decay=0.1, args=ARGS[name])
     other = (
         torch.optim.AdamW([theirs], lr=0.05, weight_decay=0.1, betas=(0.9, 0.99))
         if name == "adamw"
@@ -333,9 +330,7 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
             (x @ weight).abs().square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(mine.data, theirs.data)
-    again = optim.make_fused_optimizer(
-        name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99
-    )
+    again = optim.make_fused_optimizer(name, [mine], lr=0.05, weight_decay=0.1, args=ARGS[name])
     again.restore(made.state())
     assert all(map(torch.equal, again.list_state_tensors(), made.list_state_tensors()))
 
@@ -364,9 +359,8 @@ def test_parts_with_their_own_rate_take_the_steps_of_torch_optim(name: str, deca
     """Their rates follow the schedule in proportion; a decay of their own is none for norms and
     biases, and counts also where all others have none."""
     o = OptimConfig.model_validate(
-        {"name": name, "lr": 0.05, "weight_decay": decay, "beta2": 0.99,
+        {"name": name, "lr": 0.05, "weight_decay": decay, "args": ARGS.get(name, ARGS["adamw"]),
          "groups": {k: GROUPS[k] for k in ("encoder", "head.*")}}
-        | ({"beta2": 0.999} if name == "sgd" else {})
     )  # fmt: skip
     mine, theirs = _parts(), _parts()
     made = build.make_optimizer(o, mine)
@@ -414,9 +408,7 @@ def test_a_pattern_that_means_no_parameter_is_refused(groups, told: str) -> None
 
 
 def test_an_optimizer_that_takes_no_weight_decay_is_given_none_for_a_part() -> None:
-    o = OptimConfig.model_validate(
-        {"name": "Rprop", "weight_decay": 0.01, "groups": {"head": {"weight_decay": 0.1}}}
-    )
+    o = OptimConfig.model_validate({"name": "Rprop", "groups": {"head": {"weight_decay": 0.1}}})
     with pytest.raises(ConfigError, match=r"optim\.groups: Rprop takes no weight_decay; drop it"):
         optim.check_optimizer(o, steps=9, epochs=1)
 

@@ -2,6 +2,7 @@
 for tuples and dicts of tensors as for one tensor."""
 
 import importlib
+import inspect
 import math
 import multiprocessing.util
 import re
@@ -26,9 +27,10 @@ from headroom.data.source_data import DataError
 from headroom.device.detection import detect_best_device
 from headroom.models import predictor
 from headroom.run.program_end import ProgramEnd
+from headroom.settings.arguments import OPTIMIZER_ARGS
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError, make_config, override_config
-from headroom.settings.run_config import TORCH_OPTIMIZERS, OptimConfig, RunConfig
+from headroom.settings.run_config import FUSED, OptimConfig, RunConfig
 from headroom.training import build, place, trainer
 from headroom.training.admission import Admission
 from headroom.training.check_training import check_plan
@@ -36,7 +38,7 @@ from headroom.training.evaluation import Evaluator, evaluate
 from headroom.training.forecast import UnforeseeableMemory, forecast_training
 from headroom.training.losses import make_loss
 from headroom.training.micro_batches import SingleAttempt
-from headroom.training.optim import make_fused_optimizer
+from headroom.training.optim import make_fused_optimizer, make_schedule, make_torch_optimizer
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
 from headroom.watch.phases import Watched
@@ -509,7 +511,7 @@ def test_micro_batches_of_a_dict_give_the_gradients_of_the_whole() -> None:
     grads = []
     for rows in (7, 2):
         optimizer = make_fused_optimizer(
-            "sgd", model.parameters(), lr=0.0, weight_decay=0.0, momentum=0.0, beta2=0.9
+            "sgd", model.parameters(), lr=0.0, weight_decay=0.0, args={"momentum": 0.0}
         )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         step = Step(
@@ -682,6 +684,7 @@ def none(params, lr): return None
 def broken(params, lr): raise KeyError("no such group")
 def stairs(step, steps): return 1.0 if step < steps / 2 else 0.1
 def falling(step, steps): return 1 - step
+def powers(step, steps, *, base): return base ** step
 """
 
 
@@ -698,8 +701,15 @@ def test_any_optimizer_of_torch_trains_by_its_name_and_ones_own_by_its_path(
 @pytest.mark.parametrize(
     ("optimizing", "words"),
     [
-        ({"name": "Adagrad", "momentum": 0.5}, "optim.momentum: Adagrad takes none .got 0.5.; dro"),
-        ({"name": "RMSprop", "beta2": 0.9}, "optim.beta2: RMSprop takes none"),
+        (
+            {"name": "mine:none", "args": {"momentum": 0.5}},
+            "optim.args.momentum: mine:none takes none of this name, but params, lr",
+        ),
+        ({"name": "mine:none", "args": {"lr": 0.5}}, "optim.args.lr: is a setting of its own"),
+        (
+            {"name": "mine:none", "weight_decay": 0.01},
+            "optim.weight_decay: mine:none takes none .got 0.01.; drop it",
+        ),
         ({"name": "mine:closing"}, "optim.name: the steps of mine:closing search along a line"),
         (
             {"name": "mine:none"},
@@ -707,6 +717,10 @@ def test_any_optimizer_of_torch_trains_by_its_name_and_ones_own_by_its_path(
         ),
         ({"name": "mine:broken"}, "optim.name: mine:broken raised: mine.py:.*no such group"),
         ({"schedule": "mine:gone"}, "optim.schedule: mine has no gone"),
+        (
+            {"schedule": "mine:powers", "schedule_args": {"root": 2}},
+            "optim.schedule: mine:powers at step 0 of 6 raised: .*root",
+        ),
         ({"schedule": "mine:falling"}, "optim.schedule: mine:falling at step 5 of 6 gave -4"),
     ],
 )
@@ -717,6 +731,24 @@ def test_what_an_optimizer_or_a_schedule_cannot_do_is_told_before_the_first_step
     with pytest.raises(ConfigError, match=f"^{words}"):
         _trained(own, tmp_path, **run, optim=optimizing)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own_are_called_with_their_arguments(
+    own: Own, tmp_path: Path
+) -> None:
+    optimizing = {
+        "name": "mine:Mine",
+        "args": {"momentum": 0.5, "nesterov": True},
+        "schedule": "mine:powers",
+        "schedule_args": {"base": 0.5},
+    }
+    run = {"model": "mine:Several", "source": "mine:tuples", "more": OPTIM}
+    _trained(own, tmp_path, **run, optim=optimizing)
+    o = OptimConfig.model_validate(optimizing)
+    weight = nn.Parameter(torch.ones(2, 2))
+    (group,) = make_torch_optimizer(o, [weight])._inner.param_groups
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.5, True, 0.01)
+    assert make_schedule(o, steps=3)(2) == o.lr / 4
 
 
 def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_step() -> None:
@@ -747,6 +779,9 @@ def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_ste
         RunConfig.model_validate({"optim": {"name": "LBFGS"}})
 
 
+TORCH_OPTIMIZERS = [name for name in OPTIMIZER_ARGS if name not in FUSED]
+
+
 @pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
 def test_what_nobody_asked_of_an_optimizer_of_torch_is_as_torch_presets_it(name: str) -> None:
     """RMSprop had a momentum of 0.9 and, like Adam, a weight decay of 0.01."""
@@ -765,12 +800,25 @@ def test_what_nobody_asked_of_an_optimizer_of_torch_is_as_torch_presets_it(name:
     assert torch.equal(mine.weight, plain.weight)
 
 
-def test_presets_are_those_of_the_optimizer_that_is_asked_for_last() -> None:
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_the_arguments_of_an_optimizer_of_torch_are_its_own_with_its_presets(name: str) -> None:
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    mine = OPTIMIZER_ARGS[name]().model_dump()
+    assert mine == {argument: theirs[argument].default for argument in mine}
+
+
+def test_what_is_given_stays_given_and_presets_fill_the_rest_for_any_optimizer() -> None:
+    """A momentum or a weight decay that was given, and was the preset of the optimizer before, was
+    lost where an override named another one."""
     first = make_config({"optim.name": "RMSprop"})
-    assert (first.optim.momentum, first.optim.weight_decay) == (0.0, 0.0)
-    assert override_config(first, {"optim.name": "sgd"}).optim.momentum == 0.9
-    kept = override_config(first, {"optim.momentum": 0.9})
-    assert override_config(kept, {"optim.lr": 0.1}).optim.momentum == 0.9
+    assert (first.optim.args, first.optim.decay) == ({}, 0.0)
+    assert override_config(first, {"optim.name": "sgd"}).optim.decay == 0.01
+    given = make_config(
+        {"optim.name": "sgd", "optim.weight_decay": 0.01, "optim.args.momentum": 0.9}
+    )
+    other = override_config(given, {"optim.name": "SGD"})
+    assert (other.optim.args, other.optim.decay) == ({"momentum": 0.9}, 0.01)
+    assert override_config(other, {"optim.lr": 0.1}).optim.args == {"momentum": 0.9}
 
 
 PADDED = """

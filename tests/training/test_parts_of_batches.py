@@ -404,10 +404,10 @@ class Packed(nn.Module):
 PLAIN_SGD = {
     "name": "sgd",
     "lr": 0.1,
-    "momentum": 0,
+    "args": {"momentum": 0},
     "weight_decay": 0,
     "schedule": "constant",
-    "warmup_fraction": 0,
+    "warmup": 0,
 }
 
 

@@ -110,7 +110,7 @@ def test_the_figures_agree_with_how_the_chips_are_built(model: str) -> None:
 
 def test_a_share_of_a_peak_that_is_not_known_is_not_told(tmp_path: Path) -> None:
     """A row of 1,000 multiply-adds takes 6,000 operations to train on."""
-    text = prepare_dataset(DataConfig(source="text", context=64, cache=str(tmp_path)))
+    text = prepare_dataset(DataConfig(source="text", cache=str(tmp_path), args={"context": 64}))
     known = make_rates(text, work=1000, peak=PeakFlops(6e9, "a sheet"))
     assert known(250_000.0) == {"speed/tokens_per_s": 16_000_000.0, "speed/mfu": 0.25}
     assert make_rates(text, work=1000, peak=None)(10.0) == {"speed/tokens_per_s": 640.0}

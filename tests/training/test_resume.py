@@ -85,10 +85,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "the last weights": {"train": {"keep": "last"}},
     "half an epoch": {"train": {"max_steps": 30}},
     "one cycle": {"optim": {"schedule": "one_cycle"}},
-    "linear, warm-up in steps": {"optim": {"schedule": "linear", "warmup_steps": 7}},
-    "step": {"optim": {"schedule": "step", "step_epochs": 1, "gamma": 0.5}},
+    "linear, warm-up in steps": {"optim": {"schedule": "linear", "warmup": 7}},
+    "step": {"optim": {"schedule": "step", "schedule_args": {"step_size": 1, "gamma": 0.5}}},
     "plateau": {
-        "optim": {"schedule": "plateau", "plateau_patience": 0, "gamma": 0.5, "lr": 0.05},
+        "optim": {
+            "schedule": "plateau",
+            "schedule_args": {"patience": 0, "factor": 0.5},
+            "lr": 0.05,
+        },
         "train": {"eval_every_steps": 4, "best_metric": "val/accuracy", "min_delta": 0.01},
     },
     "within an epoch": {
@@ -106,7 +110,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "optim": {"groups": {"*.weight": {"lr": 1e-3, "weight_decay": 0.3}}},
     },
     "label smoothing": {"train": {"label_smoothing": 0.1, "class_weights": "balanced"}},
-    "regression": {"data": {"source": "synthetic", "classes": 1, "rows": 500, "features": 8}},
+    "regression": {
+        "data": {"source": "synthetic", "args": {"classes": 1, "rows": 500, "features": 8}}
+    },
 }
 
 

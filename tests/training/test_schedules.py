@@ -47,7 +47,7 @@ def rates_of_torch(
 
 
 def test_the_rate_rises_then_falls_along_a_cosine() -> None:
-    found = rates(110, lr=1.0, warmup_steps=10)
+    found = rates(110, lr=1.0, warmup=10)
     assert [found[0], found[4], found[9]] == pytest.approx([0.1, 0.5, 1.0])
     assert [found[10], found[60]] == pytest.approx([1.0, 0.5])
     assert 0 < found[109] < 0.001
@@ -65,13 +65,18 @@ def test_a_rate_that_falls_after_its_warm_up_is_that_of_torch(name: str, least: 
             falls = LinearLR(optimizer, start_factor=1.0, end_factor=least, total_iters=37)
         return SequentialLR(optimizer, [rises, falls], milestones=[3])
 
-    mine = rates(40, lr=0.3, schedule=name, warmup_steps=3, min_lr_fraction=least)
+    mine = rates(40, lr=0.3, schedule=name, warmup=3, schedule_args={"min_lr_fraction": least})
     assert mine == pytest.approx(rates_of_torch(make, 0.3, 40), rel=1e-9, abs=1e-12)
 
 
 def test_the_rate_of_step_is_that_of_a_steplr_called_after_each_epoch() -> None:
     mine = rates(
-        60, epoch_steps=10, lr=0.3, schedule="step", gamma=0.5, step_epochs=2, warmup_steps=0
+        60,
+        epoch_steps=10,
+        lr=0.3,
+        schedule="step",
+        warmup=0,
+        schedule_args={"gamma": 0.5, "step_size": 2},
     )
     theirs = rates_of_torch(lambda o: StepLR(o, step_size=2, gamma=0.5), 0.3, 60, every=10)
     assert mine == theirs and len(set(mine)) == 3
@@ -79,7 +84,7 @@ def test_the_rate_of_step_is_that_of_a_steplr_called_after_each_epoch() -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.0])
 def test_the_rate_of_one_cycle_is_that_of_torch_to_the_bit(share: float) -> None:
-    mine = rates(64, lr=0.3, schedule="one_cycle", warmup_fraction=share)
+    mine = rates(64, lr=0.3, schedule="one_cycle", warmup=share)
 
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
         return OneCycleLR(
@@ -93,19 +98,19 @@ def test_the_warm_up_of_one_cycle_is_by_itself_that_of_torch() -> None:
     mine = rates(100, lr=0.3, schedule="one_cycle")
     theirs = rates_of_torch(lambda o: OneCycleLR(o, 0.3, 100, cycle_momentum=False), 0.3, 100)
     assert mine == theirs and mine.index(max(mine)) == 29
-    assert rates(10, lr=0.3, schedule="one_cycle", warmup_steps=1)[0] == 0.3  # torch divides by 0
+    assert rates(10, lr=0.3, schedule="one_cycle", warmup=1)[0] == 0.3  # torch divides by 0
 
 
 def test_a_warm_up_is_five_per_cent_or_as_many_steps_as_are_said() -> None:
     assert rates(100, lr=1.0, schedule="constant")[:6] == [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
-    assert rates(100, lr=1.0, schedule="constant", warmup_steps=2)[:3] == [0.5, 1.0, 1.0]
-    assert rates(100, lr=1.0, schedule="constant", warmup_fraction=0.01)[:2] == [1.0, 1.0]
-    assert set(rates(100, lr=1.0, schedule="constant", warmup_steps=0)) == {1.0}
+    assert rates(100, lr=1.0, schedule="constant", warmup=2)[:3] == [0.5, 1.0, 1.0]
+    assert rates(100, lr=1.0, schedule="constant", warmup=0.01)[:2] == [1.0, 1.0]
+    assert set(rates(100, lr=1.0, schedule="constant", warmup=0)) == {1.0}
 
 
 def test_a_warm_up_of_all_steps_ends_at_the_rate() -> None:
     for name, end in (("cosine", 1.0), ("linear", 1.0), ("one_cycle", 1.0)):
-        found = rates(4, lr=1.0, schedule=name, warmup_fraction=1.0, min_lr_fraction=0.1)
+        found = rates(4, lr=1.0, schedule=name, warmup=4)
         assert found[-1] == pytest.approx(end), name
 
 
@@ -117,8 +122,8 @@ def test_the_rate_of_plateau_is_that_of_torch_to_the_bit(is_lower: bool) -> None
     if not is_lower:
         values = [-value for value in values]
     o = OptimConfig(
-        lr=0.3, schedule="plateau", gamma=0.5, plateau_patience=2, min_lr_fraction=0.05,
-        warmup_steps=4,
+        lr=0.3, schedule="plateau", warmup=4,
+        schedule_args={"factor": 0.5, "patience": 2, "min_lr_fraction": 0.05},
     )  # fmt: skip
     at = optim.make_schedule(o, steps=300, best=BestMetric("val/x", is_lower), min_delta=0.2)
     assert isinstance(at, optim.Plateau)
@@ -141,7 +146,7 @@ def test_the_rate_of_plateau_is_that_of_torch_to_the_bit(is_lower: bool) -> None
 
 
 def test_a_metric_that_is_not_there_is_no_improvement() -> None:
-    o = OptimConfig(lr=1.0, schedule="plateau", plateau_patience=1)
+    o = OptimConfig(lr=1.0, schedule="plateau", schedule_args={"patience": 1})
     at = optim.Plateau(o, warm_up=0, best=BestMetric("val/r2", False), min_delta=0.0)
     for _ in range(2):
         at.record({"val/loss": 1.0})
@@ -164,13 +169,13 @@ def test_a_plateau_imports_no_compiler() -> None:
     ("settings", "told"),
     [
         (
-            {"warmup_steps": 100},
-            r"optim\.warmup_steps: must be below the 100 steps of the run \(got 100\); lower it",
+            {"warmup": 100},
+            r"optim\.warmup: must be below the 100 steps of the run \(got 100\); lower it",
         ),
         (
-            {"schedule": "step", "step_epochs": 5},
-            r"optim\.step_epochs: must be below the 5 epochs of the run, or the rate never falls "
-            r"\(got 5\)",
+            {"schedule": "step", "schedule_args": {"step_size": 5}},
+            r"optim\.schedule_args\.step_size: must be below the 5 epochs of the run, or the rate "
+            r"never falls \(got 5\)",
         ),
     ],
 )
@@ -184,9 +189,8 @@ def test_a_schedule_that_the_run_has_no_room_for_is_refused(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"warmup_steps": 5, "warmup_fraction": 0.1}, r"warmup_steps: is given beside"),
-        ({"schedule": "own:rate", "warmup_steps": 5}, r"warmup_steps: is not for a schedule of"),
-        ({"schedule": "own:rate", "warmup_fraction": 0.1}, r"warmup_fraction: is not for a sche"),
+        ({"schedule": "own:rate", "warmup": 5}, r"warmup: is not for a schedule of your own"),
+        ({"warmup": 1.5}, r"must be a share below 1, or a whole number of steps \(got 1.5\)"),
         ({"schedule": "onecycle"}, r"did you mean one_cycle\?"),
         ({"groups": {"head.*": {}}}, r"groups: 'head\.\*' must have lr, weight_decay or both"),
     ],

@@ -221,7 +221,7 @@ def test_parts_of_a_batch_weigh_what_their_loss_is_the_mean_of(
         "model": "mine:Words",
         "args": model,
         "data": {"source": "mine:sentences", "args": source, **TOKENS},
-        "optim": {"name": "SGD", "lr": 0.5, "momentum": 0.0},
+        "optim": {"name": "SGD", "lr": 0.5, "args": {"momentum": 0.0}},
         "loss": loss,
     }
     whole = train_own(own, tmp_path / "whole", **shared)

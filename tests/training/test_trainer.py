@@ -59,7 +59,7 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
         {"model": {"name": "cnn", "args": {"width": 8}}, "optim": {"lr": 0.01}},
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
-        {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},
+        {"optim": {"schedule": "constant", "warmup": 0.2, "clip_norm": 1.0}},
         {"optim": {"schedule": "one_cycle", "ema_decay": 0.9}, "train": {"label_smoothing": 0.1}},
         {"train": {"best_metric": "val/macro_f1", "eval_every_steps": 5, "epochs": 6}},
         {"train": {"precision": "bf16", "epochs": 6}},
@@ -75,7 +75,7 @@ def test_every_way_of_training_learns_digits(tmp_path: Path, sections: dict[str,
 def test_a_regression_learns_and_is_judged_in_its_units(tmp_path: Path) -> None:
     facts, data, _ = _train(
         tmp_path,
-        data={"source": "synthetic", "classes": 1, "rows": 2000, "features": 8},
+        data={"source": "synthetic", "args": {"classes": 1, "rows": 2000, "features": 8}},
         train={"epochs": 30},
     )
     assert data.task == "regression"
@@ -230,7 +230,7 @@ def test_memory_by_owner_knows_frozen_and_averaged_weights(tmp_path: Path) -> No
 
 def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None:
     # The meter opened after the rows had been sent, which hold most where a model is small.
-    wide = {"source": "synthetic", "rows": 1000, "features": 784}
+    wide = {"source": "synthetic", "args": {"rows": 1000, "features": 784}}
     sections = {"data": wide, "model": {"name": "linear"}, "train": {**FEW, "batch_size": 16}}
     facts, data, _ = _train(tmp_path, memory={"limit_mib": 500}, **sections)
     rows_mib = data.train_rows * 784 * 4 / 2**20
@@ -288,7 +288,7 @@ def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("admitted")
 def test_a_hundred_trainings_half_of_them_failing_leave_the_baseline(tmp_path: Path) -> None:
-    small = {"source": "synthetic", "rows": 200, "features": 8}
+    small = {"source": "synthetic", "args": {"rows": 200, "features": 8}}
     quick = {"epochs": 1, "batch_size": 32}
     endings = [
         {},
@@ -348,16 +348,22 @@ def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> No
             r"train.eval_every_steps: must be below the 23 steps of the run \(got 23\)",
         ),
         (
-            {"optim": {"schedule": "plateau", "plateau_patience": 4}, "train": {"patience": 5}},
-            "optim.plateau_patience: 4 never lowers the rate before train.patience 5 ends",
+            {
+                "optim": {"schedule": "plateau", "schedule_args": {"patience": 4}},
+                "train": {"patience": 5},
+            },
+            "optim.schedule_args.patience: 4 never lowers the rate before train.patience 5 ends",
         ),
         (
-            {"optim": {"schedule": "plateau", "plateau_patience": 1}, "train": {"epochs": 2}},
-            "optim.plateau_patience: 1 never lowers the rate within the 2 evaluations of the run",
+            {
+                "optim": {"schedule": "plateau", "schedule_args": {"patience": 1}},
+                "train": {"epochs": 2},
+            },
+            "optim.schedule_args.patience: 1 never lowers the rate within the 2 evaluations of",
         ),
         (
-            {"optim": {"schedule": "linear", "warmup_steps": 460}},
-            r"optim.warmup_steps: must be below the 460 steps of the run",
+            {"optim": {"schedule": "linear", "warmup": 460}},
+            r"optim.warmup: must be below the 460 steps of the run",
         ),
         ({"optim": {"groups": {"head": {"lr": 1.0}}}}, "optim.groups: 'head' matches no parameter"),
         ({"model": {"freeze": ["head"]}}, "model.freeze: 'head' matches no parameter of the model"),

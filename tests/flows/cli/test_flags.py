@@ -30,7 +30,7 @@ def test_no_words_mean_the_defaults() -> None:
 
 def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("optim: {lr: 1, beta2: 0.5}")
+    file.write_text("optim: {lr: 1, args: {eps: 0.5}}")
     asked = parse_training(
         [
             "--debug",
@@ -42,7 +42,7 @@ def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
             "--explain-device",
         ]
     )
-    assert (asked.config.optim.lr, asked.config.optim.beta2) == (2, 0.5)
+    assert (asked.config.optim.lr, asked.config.optim.args) == (2, {"eps": 0.5})
     assert asked.config_file == str(file)
     assert (asked.dry_run, asked.forecast, asked.explain_device, asked.debug) == (True,) * 4
 
