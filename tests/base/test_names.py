@@ -94,7 +94,7 @@ def test_a_score_of_many_classes_is_one_only_where_there_are_many() -> None:
     )
 
 
-@pytest.mark.parametrize("score", ["loss", "mape", "top5_accuracy", "largest_class_share", "alike"])
+@pytest.mark.parametrize("score", ["loss", "mape", "top5_accuracy", "largest_class_share"])
 def test_a_score_of_the_tasks_is_taken(score: str) -> None:
     with pytest.raises(ValueError, match=f"'{score}' is the name of a figure of the task itself"):
         RunConfig.model_validate({"train": {"metrics": {score: "torch:abs"}}})

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headroom.run import account
 from headroom.run.recording import Recording
 from headroom.watch import guard, own_loop
 
@@ -51,6 +52,13 @@ def list_points(cls: type, but: tuple[str, ...] = (), *, is_within: bool = False
 def find_method(cls: type, name: str) -> Any:
     """Return the method as its class has it."""
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
+def end_open_accounts() -> None:
+    """End what a fault has kept open: else it follows the program's end through later tests."""
+    for run in [*account._open]:
+        run.abandon("its test is over")
+    assert not account._open
 
 
 @contextmanager

@@ -25,7 +25,14 @@ from headroom.run.recording import Recording
 from headroom.watch import guard, own_loop
 from headroom.watch.own_loop import OwnLoop
 from tests.conftest import PYTHON, desk_environment
-from tests.flows.faults import break_function, fail, find_method, list_points, send_nothing
+from tests.flows.faults import (
+    break_function,
+    end_open_accounts,
+    fail,
+    find_method,
+    list_points,
+    send_nothing,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 
@@ -129,8 +136,10 @@ def test_an_error_of_ours_wherever_it_comes_ends_no_loop(
     point: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = _play(is_told=False)
-    break_function(monkeypatch, find_method(*point))
-    told = _play(asks=point[1] == "forecast")
+    with monkeypatch.context() as broken:
+        break_function(broken, find_method(*point))
+        told = _play(asks=point[1] == "forecast")
+    end_open_accounts()
     assert all(torch.equal(one, other) for one, other in zip(plain, told, strict=True))
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     traces = [record for record in caplog.records if record.exc_info]

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.flows.faults import break_function, find_method, list_points, send_nothing
+from tests.flows.faults import (
+    break_function,
+    end_open_accounts,
+    find_method,
+    list_points,
+    send_nothing,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 Method = Callable[..., Any]
@@ -811,8 +817,7 @@ def test_an_error_in_each_method_of_an_adapter_ends_no_training(
             _compare(plain, PLAY[framework](told))
         traces = [record for record in caplog.records if record.exc_info]
         assert any("a fault of ours" in str(record.exc_info) for record in traces), name
-        if told.run is not None:
-            told.run.abandon()
+        end_open_accounts()
 
 
 def test_an_error_in_each_method_of_the_adapter_of_yolo_ends_no_training(

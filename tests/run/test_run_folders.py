@@ -1,11 +1,11 @@
 """Which of the runs on disk is the newest."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headroom.run import known_runs
 from headroom.run.known_runs import START, RunStart, choose_made_at, list_run_folders
 from headroom.run.resume import find_unfinished_folder
 from headroom.tracking.mlflow_store import remove_old_journals
@@ -30,10 +30,10 @@ def test_the_newest_run_is_the_one_that_was_made_last_whatever_the_clock_said(
         list_run_folders(tmp_path) == [new, old]
         and find_unfinished_folder(tmp_path, "night") == new
     )
-    monkeypatch.setattr(time, "time", lambda: 1e9 - 3600)  # it was set back
+    monkeypatch.setattr(known_runs, "time", lambda: 1e9 - 3600)  # it was set back
     last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=choose_made_at(tmp_path)))
     assert list_run_folders(tmp_path) == [last, new, old]
-    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setattr(known_runs, "time", lambda: 2e9)
     assert choose_made_at(tmp_path) == 2e9
 
 
