@@ -464,7 +464,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
                 _wait_for_worker_end(workers)
                 died = "DataLoader worker ended while it sent a batch"
             elif died.endswith("exited unexpectedly") and _hit_bus_error(workers):
-                died = "DataLoader worker is killed by signal: Bus error"  # told by nobody
+                died = "DataLoader worker is killed by signal: Bus error"  # as PyTorch tells it
         else:
             yield batch
             continue

@@ -136,7 +136,7 @@ def test_what_an_import_prints_does_not_mix_with_the_output(
 
 
 def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> None:
-    """Told apart by where it was raised: in this project, by tasks/signals.py."""
+    """Told apart by its class, which a handler of this project raises."""
     own("mine", "import signal, os\ndef f():\n    os.kill(os.getpid(), signal.SIGTERM)\n")
     code = (
         "from headroom.process import signals\nsignals.install_signal_handlers()\n"
