@@ -218,7 +218,8 @@ def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Servic
             assert done.returncode == 0, done.stdout + done.stderr
             assert "Created flow run" in done.stdout
         shown = done.stdout.rpartition("Created flow run")[2]
-        assert "samples/s" in shown, "the head of flows.runs"
+        # The head of the table where another training lives on this host, else that none does.
+        assert "samples/s" in shown or "No training lives on this host" in shown
         assert "When" in shown or "No flow runs found" in shown, "what flow-run ls shows"
         asked = call_api("POST", f"{api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
         runs = [run for run in asked if not run["auto_scheduled"]]
