@@ -506,7 +506,7 @@ def _judge_slow_rank(figures: Figures) -> Finding | None:
     )
 
 
-_DRAFT = "measured: the planted causes of benchmarks/verdict.py against healthy runs"
+_DRAFT = "benchmarks/verdict.py: planted causes against healthy runs"
 RULES = (
     Rule(
         "contention",
