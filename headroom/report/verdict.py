@@ -601,7 +601,7 @@ RULES = (
         "transfer",
         "copies to the device",
         f">= {TOLD:.0%} of the time",
-        ("time/h2d_ms",),
+        "time/h2d_ms",
         _DRAFT,
         _judge_transfer,
     ),
