@@ -17,7 +17,7 @@ from typing import Any
 from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
 
-SHORT, COMPUTE, MIXED = "short", "compute", "mixed"
+SHORT, COMPUTE, MIXED, CONTENTION = "short", "compute", "mixed", "contention"
 LEAST_STEPS, LEAST_S = 50, 3.0
 TOLD, CLAUSE = 0.20, 0.10  # shares of the time: of a cause, and of a clause beside it
 NOT_FREE = 25.0  # per cent of the time in which others had the cores
@@ -188,6 +188,7 @@ def judge(figures: Figures) -> Verdict | None:
         largest.setdefault(one[0].bound, one)
     told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
+    told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
     causes = [*first, *told]
     if not causes:
         return _describe_work(figures, beside)
@@ -509,7 +510,7 @@ def _judge_slow_rank(figures: Figures) -> Finding | None:
 _DRAFT = "benchmarks/verdict.py: planted causes against healthy runs"
 RULES = (
     Rule(
-        "contention",
+        CONTENTION,
         "cores taken by others, or by a limit of the container",
         f"> {NOT_FREE:.0f} % of the time",
         "time/core_wait_pct, time/core_limited_pct",

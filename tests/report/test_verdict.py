@@ -181,8 +181,8 @@ def test_the_largest_share_is_first_and_smaller_ones_are_beside_it() -> None:
     assert "Beside it: evaluations take 25 % of the time; checkpoints take 15 %" in verdict.why
     busy = judge({**HEALTHY, "data_wait": 30.0}, time__core_wait_pct=40.0)
     assert busy.bound == "data" and "beside it: the machine was not free" in busy.why.lower()
-    busier = judge({**HEALTHY, "data_wait": 4.0}, time__core_wait_pct=60.0)
-    assert busier.bound == "contention" and "it waits for data 26 %" in busier.why
+    busier = judge({**HEALTHY, "data_wait": 2.0}, time__core_wait_pct=60.0)
+    assert busier.bound == "contention" and "it waits for data 15 %" in busier.why
 
 
 def test_a_wait_that_grows_is_no_step_that_grows() -> None:
