@@ -16,7 +16,7 @@ import torch.distributed as dist
 from headroom.base.names import PhaseKind, list_phases
 
 WAITING = ("backward", "communication")  # phases in which a rank waits for the others
-LEAST = 0.10  # of a step, that it waits less than the median
+LEAST = 0.20  # of a step, that it waits less; on a busy machine 0.14 was seen of no cause
 OWN = 0.8  # of what it waits less, that its own work takes longer
 ALL_S, ASK_EVERY_S = 2.0, 0.02  # that the figures of all ranks are waited for
 

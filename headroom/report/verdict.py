@@ -16,6 +16,7 @@ from typing import Any
 
 from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
+from headroom.ranks.slow_rank import LEAST
 
 SHORT, COMPUTE, MIXED, CONTENTION = "short", "compute", "mixed", "contention"
 LEAST_STEPS, LEAST_S = 50, 3.0
@@ -28,7 +29,6 @@ OPTIMIZER = 0.50
 PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
 STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
 RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
-RANK_LEAST = 0.10  # of a step, by which one rank waits less than the median
 ERRORS = 2.0  # standard errors by which a share lies above its threshold
 WORK = ("forward", "backward", "optimizer", "communication", "replay")
 BOUND = "bound"
@@ -128,14 +128,16 @@ def read_figures(run: Mapping[str, Any]) -> Figures:
     loop_s = metrics.get("time/train_model_s", 0.0)
     for part in ("setup", "first_step", COUNTED):
         loop_s -= metrics.get(f"time/{part}_s", 0.0)
-    saved_s = float(figures.profile.get("saved_s", 0.0))  # the model's files, once at the end
-    loop_s -= saved_s
+    once_s = figures.profile.get("once_s") or {}  # what is written once, at the end
+    loop_s -= sum(once_s.values())
     if steps_s <= 0 or per_s <= 0 or loop_s <= 0:
         return figures
     loop_s = max(loop_s, steps_s)
     steps = per_s * (steps_s + metrics.get("time/first_step_s", 0.0)) - 1
-    parts_s = {part: metrics.get(f"time/{part}_s", 0.0) for part in ("eval", "log", "checkpoint")}
-    parts_s["checkpoint"] = max(0.0, parts_s["checkpoint"] - saved_s)
+    parts_s = {
+        part: max(0.0, metrics.get(f"time/{part}_s", 0.0) - once_s.get(part, 0.0))
+        for part in ("eval", "log", "checkpoint")
+    }
     phases = {
         phase.name: metrics[phase.metric]
         for phase in list_phases(PhaseKind.STEP)
@@ -175,7 +177,10 @@ def judge(figures: Figures) -> Verdict | None:
     order, then that of the largest share."""
     if not figures.shares:
         return None
-    if figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S:
+    is_short = figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S
+    if is_short and (compiling := _judge_compile(figures)) is not None:
+        return Verdict("compile", f"{compiling.text}. {compiling.advice}", compiling.share)
+    if is_short:
         steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
         return Verdict(SHORT, f"Too short to tell: {steps}")
     found = [(rule, rule.judge(figures)) for rule in RULES]
@@ -494,6 +499,17 @@ def _judge_launch(figures: Figures) -> Finding | None:
     )
 
 
+def _judge_compile(figures: Figures) -> Finding | None:
+    share = min(0.99, figures.get("time/compile_s") / max(figures.loop_s, 1e-9))
+    if share < TOLD:
+        return None
+    return Finding(
+        f"Compiling the step took {format_percent(share)} of the time",
+        "It pays in longer trainings; train.compile off leaves it out",
+        share,
+    )
+
+
 def _judge_slow_rank(figures: Figures) -> Finding | None:
     slow = figures.profile.get("slow_rank")
     if not slow:
@@ -566,7 +582,7 @@ RULES = (
     Rule(
         "slow_rank",
         "a process that the others wait for",
-        f"it waits {RANK_LEAST:.0%} of a step less than the median, by work of its own",
+        f"it waits {LEAST:.0%} of a step less than the median, by work of its own",
         "ranks/NAME_WHICH",
         _DRAFT,
         _judge_slow_rank,
@@ -640,6 +656,14 @@ RULES = (
         "time/optimizer_ms",
         _DRAFT,
         _judge_optimizer,
+    ),
+    Rule(
+        "compile",
+        "compiling the step, in a training that is over soon after",
+        f">= {TOLD:.0%} of the time",
+        "time/compile_s",
+        _DRAFT,
+        _judge_compile,
     ),
     Rule(
         "launch",

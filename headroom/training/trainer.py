@@ -196,7 +196,7 @@ def _save(
     if settings.memory.snapshot and ranks.is_lead:
         title = f"Memory of a training step on {plan.device.name}"
         write_timeline(place.ledger, folder, title=title, lines=[])
-    accounts.lap("log")
+    ended_s = accounts.lap("log")
     held_bytes = memory_meter.count_allocated_bytes(place.device)
     accounts.lap(HELD)  # on a CPU it looks at every object that Python has
     logged, moves = gather_whole(state.model, plan, ranks), ""
@@ -242,7 +242,11 @@ def _save(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
-        profile={**accounts.describe(), "saved_s": saved_s, "slow_rank": slow_rank},
+        profile={
+            **accounts.describe(),
+            "once_s": {"log": ended_s, "checkpoint": saved_s},
+            "slow_rank": slow_rank,
+        },
         warnings=(
             *check.warnings,
             *warn_of_results(

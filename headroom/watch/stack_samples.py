@@ -28,7 +28,8 @@ LOGGING, ACCOUNT, CODE = "logging", "account", "code"
 # What a loop says that it does, beside the parts of a run that it names.
 STEP, BETWEEN = "step", "between"
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("headroom", "flows", "tasks"))
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")}
 )
@@ -172,7 +173,7 @@ def describe_positions(positions: list[Place]) -> tuple[str, Place | None]:
     is_collated = False
     for position in positions:
         file = position.file
-        if file.startswith(_HERE):
+        if file.startswith(_OURS):
             kind = kind or ACCOUNT
         elif file.startswith(_LIBRARIES) or "/site-packages/" in file:
             of_file = _choose_kind(position)

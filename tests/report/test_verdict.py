@@ -76,6 +76,7 @@ def test_nothing_is_said_of_a_run_that_was_short_or_took_no_step() -> None:
         ("contention", {"time__core_limited_pct": 50.0}, "limit of its container"),
         ("memory", {"memory__alloc_retries": 900.0}, "freed its cache 900 times"),
         ("throttled", {"gpu__throttled": 1.0}, "slowed by heat or power"),
+        ("compile", {"time__compile_s": 9.0}, "Compiling the step took 45 %"),
         (
             "launch",
             {"time__step_operations": 3000.0, "time__step_cpu_ms": 12.0},
@@ -210,7 +211,7 @@ def test_shares_of_sampled_phases_are_of_the_steps_own_time() -> None:
 def test_files_that_are_written_once_at_the_end_are_no_checkpoints_of_the_steps() -> None:
     run = make_run(HEALTHY, beside={"checkpoint": 8.0})
     assert judge_run(run).bound == "checkpoint"  # type: ignore[union-attr]
-    run["profile"]["saved_s"] = 7.5
+    run["profile"]["once_s"] = {"log": 0.1, "checkpoint": 7.5}
     assert judge_run(run).bound == "compute"  # type: ignore[union-attr]
 
 
