@@ -478,11 +478,12 @@ class OwnLoop(Guarded, raising=ASKED):
         self.end()
         for handle in self._hooks:
             handle.remove()
-        if self.done:
-            self.accounts.watch.lap_until("steps", self._ended_s, AFTER)
+        watch = self.accounts.watch
+        late_s = min(perf_counter() - self._ended_s, watch.compute_lap_s()) if self.done else 0.0
         if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
             self._metrics.add_log_point(None)
         self._drain()
+        watch.move(late_s, "steps", AFTER)  # since the last step
         self._keep_lines(at_once=True)
 
     def _doubt_steps(self) -> None:
