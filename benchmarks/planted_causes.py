@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -47,7 +49,7 @@ class Truth:
     planted_s: float = 0.0  # within or beside the parts
     first_ms: float = 0.0  # a step in the first and in the last tenth of the steps
     last_ms: float = 0.0
-    cores: float = 0.0  # that the loop kept busy on average, with the workers of its loader
+    cores: float = 0.0  # that the process and its children kept busy on average
     others: float = 0.0  # that others did meanwhile
 
 
@@ -86,9 +88,7 @@ class Traced(Watch):
     """TraceML does, as its own pages say."""
 
     def __init__(self) -> None:
-        import traceml_ai
-
-        self._traceml: Any = traceml_ai
+        self._traceml: Any = import_module("traceml_ai")
         self._traceml.init(mode="auto")
 
     def step(self, net: nn.Module) -> AbstractContextManager[Any]:
@@ -105,7 +105,6 @@ class Play:
         self._kind, self.seconds = watch, seconds
         self._watch = Watch()
         self._steps, self._ends = 0, list[float]()
-        self.beside: list[int] = []  # processes that the cause has started
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -141,12 +140,12 @@ class Play:
         whatever they take."""
         compute, self._steps = compute or _classify, steps
         with self._begin(net, optimizer):
-            before = _read_busy_s(self.beside)
+            before = _read_busy_s()
             self._ends.append(perf_counter())
             while not self._is_over():
                 self._train_epoch(loader, net, optimizer, compute, inside, after)
             loop_s = self.truth.loop_s = perf_counter() - self._ends[0]
-            own_s, all_s = (b - a for a, b in zip(before, _read_busy_s(self.beside), strict=True))
+            own_s, all_s = (b - a for a, b in zip(before, _read_busy_s(), strict=True))
             self.truth.cores, self.truth.others = own_s / loop_s, (all_s - own_s) / loop_s
         self._note_trend()
 
@@ -216,15 +215,13 @@ class Play:
         self.truth.last_ms = 1000 * statistics.median(steps[-tenth:])
 
 
-def _read_busy_s(beside: Iterable[int]) -> tuple[float, float]:
-    """Return the seconds that cores were busy with this process and its workers, and with all.
-    beside: children that are none of its workers."""
+def _read_busy_s() -> tuple[float, float]:
+    """Return the seconds that cores were busy with this process and its children, and with all."""
     ended = os.times()
     own_s = time.process_time() + ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):
-        if child.pid not in beside:
-            with suppress(psutil.Error):
-                own_s += sum(child.cpu_times()[:2])
+        with suppress(psutil.Error):
+            own_s += sum(child.cpu_times()[:2])
     now = psutil.cpu_times()
     return own_s, sum(now) - now.idle - getattr(now, "iowait", 0.0)
 
@@ -478,18 +475,28 @@ def many_threads(play: Play) -> None:
     play.train(_repeat(_images()), net, _adamw(net))
 
 
+# Starts processes that compute as long as another one lives, and that are nobody's children.
+_OTHERS = """
+import os, subprocess, sys
+code = f"import os\nwhile True: os.kill({sys.argv[1]}, 0); sum(range(300000))"
+for _ in range(int(sys.argv[2])):
+    print(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL).pid)
+"""
+
+
 def contention(play: Play) -> None:
     """Four other processes that compute, on two cores."""
-    code = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100000))"
-    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4 * play.is_planted)]
-    play.beside = [other.pid for other in others]
+    started = subprocess.run(
+        [sys.executable, "-c", _OTHERS, str(os.getpid()), str(4 * play.is_planted)],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     net = _make_cnn()
     try:
         play.train(_repeat(_images()), net, _adamw(net))
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for other in started.stdout.split():
+            os.kill(int(other), signal.SIGKILL)
 
 
 class _WithPenalty(nn.Module):

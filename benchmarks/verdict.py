@@ -3,10 +3,10 @@ each in a process of its own, with its cause and without, held against what the 
 of its own; and healthy trainings, of which no cause should be told.
 
 `python -m benchmarks.verdict [--only NAME ...] [--watch told plain] [--keep FOLDER]` prints the
-table of causes and keeps it in benchmarks/results; `--healthy N` that of N healthy runs. `--figures`
-shows what is measured of each loop beside its own clocks. FOLDER keeps what each process has said,
-and what lies there is not run again. `--checkout` is the project whose verdict it is. TraceML stands
-beside it where `--traceml` names the folder that it was installed into.
+table of causes and keeps it in benchmarks/results; `--healthy N` that of N healthy runs.
+`--figures` shows what is measured of each loop beside its own clocks. FOLDER keeps what each process
+has said, and what lies there is not run again. `--checkout` is the project whose verdict it is.
+TraceML stands beside it where `--traceml` names the folder that it was installed into.
 """
 
 from __future__ import annotations
