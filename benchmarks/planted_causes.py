@@ -91,6 +91,10 @@ class Traced(Watch):
         self._traceml: Any = import_module("traceml_ai")
         self._traceml.init(mode="auto")
 
+    def batches(self, loader: Any) -> Any:
+        is_patched = isinstance(loader, DataLoader)  # by its `init`
+        return loader if is_patched else self._traceml.wrap_dataloader_fetch(loader)
+
     def step(self, net: nn.Module) -> AbstractContextManager[Any]:
         step: AbstractContextManager[Any] = self._traceml.trace_step(net)
         return step
@@ -247,12 +251,12 @@ class Rows(Dataset[tuple[Tensor, int]]):
         return self._images[at % 64], at % 10
 
 
-def _compute_in_python(rounds: int) -> int:
+def compute_in_python(rounds: int) -> int:
     """Keep a core busy for some 0.05 ms a thousand rounds."""
     return sum(i * i for i in range(rounds))
 
 
-def _make_cnn(width: int = 16) -> nn.Sequential:
+def make_cnn(width: int = 16) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1),
         nn.ReLU(),
@@ -290,7 +294,7 @@ def slow_dataset(play: Play) -> None:
         with play.planted():
             time.sleep(0.0015)
 
-    net = _make_cnn()
+    net = make_cnn()
     rows = Rows(50 * BATCH, wait if play.is_planted else None)
     play.train(DataLoader(rows, BATCH, shuffle=True), net, _adamw(net))
 
@@ -302,16 +306,16 @@ def slow_collate(play: Play) -> None:
     def pad(rows: list[Any]) -> Any:
         if play.is_planted:
             with play.planted():
-                _compute_in_python(400_000)
+                compute_in_python(400_000)
         return collate(rows)
 
-    net = _make_cnn()
+    net = make_cnn()
     play.train(DataLoader(Rows(50 * BATCH), BATCH, collate_fn=pad), net, _adamw(net))
 
 
 def many_workers(play: Play) -> None:
     """Sixteen workers on two cores, which are started anew at each of many short epochs."""
-    net = _make_cnn()
+    net = make_cnn()
     workers = 16 if play.is_planted else 0
     loader = DataLoader(Rows(24 * BATCH), BATCH, shuffle=True, num_workers=workers)
     play.train(loader, net, _adamw(net))
@@ -319,8 +323,8 @@ def many_workers(play: Play) -> None:
 
 def few_workers(play: Play) -> None:
     """No worker, rows that take a processor to make, and a core that has nothing to do."""
-    net = _make_cnn()
-    rows = Rows(200 * BATCH, lambda: _compute_in_python(12_000))
+    net = make_cnn()
+    rows = Rows(200 * BATCH, lambda: compute_in_python(12_000))
     more = {} if play.is_planted else {"num_workers": 1, "persistent_workers": True}
     loader: DataLoader[Any] = DataLoader(rows, BATCH, shuffle=True, **more)  # type: ignore[arg-type]
     play.train(loader, net, _adamw(net))
@@ -337,12 +341,12 @@ def tiny_kernels(play: Play) -> None:
 
 def python_between(play: Play) -> None:
     """Statistics in Python between two steps."""
-    net = _make_cnn()
+    net = make_cnn()
 
     def count(step: int) -> None:
         if play.is_planted:
             with play.planted():
-                _compute_in_python(400_000)
+                compute_in_python(400_000)
 
     play.train(_repeat(_images()), net, _adamw(net), after=count)
 
@@ -369,7 +373,7 @@ def garbage(play: Play) -> None:
             if step % 10 == 0:
                 gc.collect()
 
-    net = _make_cnn()
+    net = make_cnn()
     gc.callbacks.append(time_collection)
     play.train(_repeat(_images()), net, _adamw(net), after=make)
     gc.callbacks.remove(time_collection)
@@ -410,7 +414,7 @@ def checkpoints(play: Play) -> None:
 
 def evaluations(play: Play) -> None:
     """An evaluation on thirty batches at every tenth step."""
-    net, held = _make_cnn(), [_images() for _ in range(30)]
+    net, held = make_cnn(), [_images() for _ in range(30)]
 
     def evaluate(step: int) -> None:
         if play.is_planted and step % 10 == 9:
@@ -422,7 +426,7 @@ def evaluations(play: Play) -> None:
     play.train(_repeat(_images()), net, _adamw(net), after=evaluate)
 
 
-class _SlowAdam(torch.optim.Optimizer):
+class SlowAdam(torch.optim.Optimizer):
     """Adam as a tutorial writes it, one parameter after the other."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -463,7 +467,7 @@ def slow_optimizer(play: Play) -> None:
     net = _ManyScales()
     params = list(net.parameters())
     optimizer: torch.optim.Optimizer = (
-        _SlowAdam(params, 1e-3) if play.is_planted else torch.optim.Adam(params, fused=True)
+        SlowAdam(params, 1e-3) if play.is_planted else torch.optim.Adam(params, fused=True)
     )
     play.train(_repeat((torch.randn(64, 64), torch.arange(64) % 10)), net, optimizer)
 
@@ -471,12 +475,12 @@ def slow_optimizer(play: Play) -> None:
 def many_threads(play: Play) -> None:
     """Eight threads on two cores."""
     torch.set_num_threads(8 if play.is_planted else 2)
-    net = _make_cnn()
+    net = make_cnn()
     play.train(_repeat(_images()), net, _adamw(net))
 
 
 # Starts processes that compute as long as another one lives, and that are nobody's children.
-_OTHERS = """
+OTHERS_CODE = """
 import os, subprocess, sys
 code = f"import os\nwhile True: os.kill({sys.argv[1]}, 0); sum(range(300000))"
 for _ in range(int(sys.argv[2])):
@@ -487,11 +491,11 @@ for _ in range(int(sys.argv[2])):
 def contention(play: Play) -> None:
     """Four other processes that compute, on two cores."""
     started = subprocess.run(
-        [sys.executable, "-c", _OTHERS, str(os.getpid()), str(4 * play.is_planted)],
+        [sys.executable, "-c", OTHERS_CODE, str(os.getpid()), str(4 * play.is_planted)],
         stdout=subprocess.PIPE,
         check=True,
     )
-    net = _make_cnn()
+    net = make_cnn()
     try:
         play.train(_repeat(_images()), net, _adamw(net))
     finally:
@@ -529,7 +533,7 @@ def slow_rank(play: Play) -> None:
     """Two processes, of which one takes 15 ms longer for the forward pass of each step."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    net = _make_cnn()
+    net = make_cnn()
     shared = nn.parallel.DistributedDataParallel(net)
 
     def compute(net: nn.Module, batch: Any) -> Tensor:
@@ -569,7 +573,7 @@ class _Reader(nn.Module):
 
 def growing_list(play: Play) -> None:
     """A list of all losses, walked through at each step for a running mean."""
-    net, history = _make_cnn(), [0.0]
+    net, history = make_cnn(), [0.0]
 
     def walk(step: int) -> None:
         with play.planted():
@@ -581,14 +585,14 @@ def growing_list(play: Play) -> None:
 
 def healthy(play: Play) -> None:
     """A convolutional net, and nothing to find but that it computes."""
-    net = _make_cnn(32)
+    net = make_cnn(32)
     rows = Rows(200 * BATCH)
     play.train(DataLoader(rows, BATCH, shuffle=True), net, _adamw(net))
 
 
 def device_leak(play: Play) -> None:
     """Outputs of each step that stay on the device."""
-    net = _make_cnn().cuda()
+    net = make_cnn().cuda()
     history: list[Tensor] = []
 
     def compute(net: nn.Module, batch: Any) -> Tensor:

@@ -4,7 +4,7 @@ of its own; and healthy trainings, of which no cause should be told.
 
 `python -m benchmarks.verdict [--only NAME ...] [--watch told plain] [--keep FOLDER]` prints the
 table of causes and keeps it in benchmarks/results; `--healthy N` that of N healthy runs.
-`--figures` shows what is measured of each loop beside its own clocks. FOLDER keeps what each process
+`--figures` shows what is measured of each loop beside its own clocks. FOLDER keeps what a process
 has said, and what lies there is not run again. `--checkout` is the project whose verdict it is.
 TraceML stands beside it where `--traceml` names the folder that it was installed into.
 """
@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 LIMIT_S = 120.0  # of a process
 BUSY_CORES = 0.3  # that others had, from which a machine was not free
 POINTS, SLACK = 10.0, 1.05  # that a share may be off; what a gain may be above the promised one
+TRACEML_SAYS = ("Verdict", "Why", "Next")
 PARTS = ("data", "forward", "backward", "optimizer", "beside")
 # How the record calls the parts that a loop times by its own clocks.
 STEP_METRICS = {
@@ -94,21 +95,38 @@ class Runner:
         """Return what the loop said; None where it came to nothing."""
         out = self.folder / f"{name}.{watch}.{'with' if is_planted else 'without'}.json"
         if not out.exists():
-            self._run(name, watch, out, is_planted=is_planted)
+            asked = ["--watch", watch, "--seconds", str(self.seconds)]
+            asked += [] if is_planted else ["--without"]
+            first = ["-P"] if CAUSES[name].ranks == 1 else _launch(CAUSES[name].ranks)
+            self._start([*first, *_name_script(), name, "--out", str(out), *asked], out)
         if not out.exists():
             return None
         return Outcome(**json.loads(out.read_text()))
 
-    def _run(self, name: str, watch: str, out: Path, *, is_planted: bool) -> None:
-        cause = CAUSES[name]
+    def trace(self, name: str) -> str:
+        """Return what TraceML says of the loop: its verdict, the reason and what to do next."""
+        if self.traceml is None:
+            return ""
+        out = self.folder / f"{name}.traceml.with.json"
+        logs = self.folder / f"{out.stem}.logs"
+        if not out.exists():
+            ranks = CAUSES[name].ranks
+            asked = ["--logs-dir", str(logs), "--run-name", "run", "--nproc-per-node", str(ranks)]
+            mine = [name, "--out", str(out), "--watch", "traceml", "--seconds", str(self.seconds)]
+            launch = ["-P", "-m", "traceml_ai.launcher.cli", "run", "--mode", "summary"]
+            self._start([*launch, *_name_script(), *asked, "--args", *mine], out)
+        summary = logs / "run" / "final_summary.txt"
+        said = summary.read_text() if summary.exists() else ""
+        found = [re.search(rf"{word}: +(.*?) *(?:\||$)", said, re.M) for word in TRACEML_SAYS]
+        return " ".join(match[1] for match in found if match) or "no verdict"
+
+    def _start(self, command: Sequence[str], out: Path) -> None:
+        """Run this in a folder of its own; what it prints lies beside `out`."""
         scratch = self.folder / f"{out.stem}.scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        asked = [str(HERE / "planted_causes.py"), name, "--out", str(out), "--watch", watch]
-        asked += ["--seconds", str(self.seconds), *([] if is_planted else ["--without"])]
-        first = ["-P"] if cause.ranks == 1 else _launch(cause.ranks)
-        with (out.with_suffix(".log")).open("w") as log:
+        with out.with_suffix(".log").open("w") as log:
             subprocess.run(
-                [*_time_out(), sys.executable, *first, *asked],
+                [*_time_out(), sys.executable, *command],
                 cwd=scratch,
                 env=self._make_env(),
                 stdout=log,
@@ -122,6 +140,10 @@ class Runner:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONSAFEPATH": "1",  # benchmarks/headroom.py is not the library
         }
+
+
+def _name_script() -> list[str]:
+    return [str(HERE / "planted_causes.py")]
 
 
 def _launch(ranks: int) -> list[str]:
@@ -230,7 +252,7 @@ def _judge_causes(runner: Runner, names: Sequence[str], watch: str) -> Iterator[
             continue
         total += 1
         right += found.bound in cause.words
-        yield _judge(name, cause, found, without, _ask_traceml(runner, name))
+        yield _judge(name, cause, found, without, runner.trace(name))
     yield from ("", f"Right: {right} of {total}.")
 
 
@@ -276,10 +298,6 @@ def read_gain(why: str) -> float | None:
     """Return by how much a sentence says that the run would be faster at most."""
     found = re.search(r"up to (\d+(?:\.\d+)?) ?(?:x|times)", why)
     return float(found[1]) if found else None
-
-
-def _ask_traceml(runner: Runner, name: str) -> str:
-    return ""
 
 
 if __name__ == "__main__":
