@@ -2,8 +2,8 @@
 trainings of Headroom's own: a data set, a loader, a model, an optimizer that is slow.
 
 `python -P -c "from benchmarks.planted_trainings import main; main()" NAME --out FILE [--without]`
-trains one; FILE gets its truth and its run. The own clock is from the first to the last step of the
-optimizer, and around what is planted where that is in this process.
+trains one; FILE gets its truth and its run. The own clock is read at each pass of the model, and
+around what is planted where that is in this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.planted_causes import (
@@ -34,24 +33,31 @@ from benchmarks.planted_causes import (
 )
 
 HERE = "benchmarks.planted_trainings"
-BATCH, SECONDS = 16, 8.0
+BATCH = 16
 Settings = dict[str, dict[str, Any]]
 
 
 class _Clock:
-    """From the first to the last step; planted_s: what the planted code took."""
+    """When each pass of a training began, and what the planted code had taken until then."""
 
     def __init__(self) -> None:
-        self.steps, self.first_s, self.last_s, self.planted_s = 0, 0.0, 0.0, 0.0
+        self.passes: list[tuple[float, float]] = []
+        self.planted_s = 0.0
 
-    def note_step(self, *_: object) -> None:
-        self.last_s = perf_counter()
-        self.first_s = self.first_s or self.last_s
-        self.steps += 1
-
-    def make_truth(self) -> Truth:
-        loop_s, steps = self.last_s - self.first_s, max(0, self.steps - 1)
-        return Truth(steps=steps, rows=steps, loop_s=loop_s, planted_s=self.planted_s)
+    def make_truth(self, rows: int) -> Truth:
+        """Return what it says of a training on so many rows a step; the first tenth of the passes
+        is left out, which has the checks before a training."""
+        passes = self.passes[len(self.passes) // 10 :]
+        if not passes:
+            return Truth()
+        (began_s, before_s), (ended_s, after_s) = passes[0], passes[-1]
+        steps = len(passes) - 1
+        return Truth(
+            steps=steps,
+            rows=steps * rows,
+            loop_s=ended_s - began_s,
+            planted_s=after_s - before_s,
+        )
 
 
 CLOCK = _Clock()
@@ -114,12 +120,39 @@ def make_loaders(
     return train, DataLoader(Images(held), batch)
 
 
-def make_net(width: int = 16) -> nn.Module:
-    """Return the net of the loops by hand."""
-    return make_cnn(width)
+class Timed(nn.Module):
+    """Notes when a pass of the training begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            CLOCK.passes.append((perf_counter(), CLOCK.planted_s))
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the scores of these rows."""
+        raise NotImplementedError
 
 
-class Narrow(nn.Sequential):
+class Layers(Timed):
+    """One layer after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def compute(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return scores
+
+
+class Net(Layers):
+    """The net of the loops by hand."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(*make_cnn(width))
+
+
+class Narrow(Layers):
     """Forty narrow layers."""
 
     def __init__(self) -> None:
@@ -128,14 +161,14 @@ class Narrow(nn.Sequential):
         super().__init__(*pool, *layers, nn.Linear(16, 10))
 
 
-class Wide(nn.Sequential):
+class Wide(Layers):
     """A large first layer, whose checkpoints are large."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(3072, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
-class ManyScales(nn.Module):
+class ManyScales(Timed):
     """Hundreds of small parameters, of which a pass takes one sum."""
 
     def __init__(self) -> None:
@@ -143,7 +176,7 @@ class ManyScales(nn.Module):
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(64)) for _ in range(300)])
         self.first, self.last = nn.Linear(3072, 64), nn.Linear(64, 10)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         scale = torch.stack([*self.scales]).mean(0)
         scores: Tensor = self.last(self.first(x.flatten(1)) * scale)
         return scores
@@ -154,7 +187,7 @@ def make_adam(params: Any, lr: float, is_slow: bool) -> torch.optim.Optimizer:
     return SlowAdam(params, lr) if is_slow else torch.optim.Adam(params, lr, fused=True)
 
 
-class Keeper(nn.Module):
+class Keeper(Timed):
     """Keeps something of each pass, with its graph."""
 
     def __init__(self, keeps: bool) -> None:
@@ -162,7 +195,7 @@ class Keeper(nn.Module):
         self.first, self.last = nn.Linear(3072, 512), nn.Linear(512, 10)
         self.keeps, self.history = keeps, list[Tensor]()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         hidden = self.first(x.flatten(1))
         if self.keeps and self.training:
             self.history.append(hidden.square().mean())
@@ -170,14 +203,14 @@ class Keeper(nn.Module):
         return scores
 
 
-class Walker(nn.Module):
+class Walker(Timed):
     """Walks through all that it has seen, at each pass."""
 
     def __init__(self, grows: int) -> None:
         super().__init__()
         self.net, self.grows, self.seen = make_cnn(), grows, list[float]()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         if self.training:
             began = perf_counter()
             self.seen += [0.0] * self.grows
@@ -187,14 +220,14 @@ class Walker(nn.Module):
         return scores
 
 
-class Late(nn.Module):
+class Late(Timed):
     """Takes longer for its forward pass in the process of rank 1."""
 
     def __init__(self, wait_ms: float) -> None:
         super().__init__()
         self.net, self.wait_ms = make_cnn(), wait_ms
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         if self.wait_ms and self.training and os.environ.get("RANK") == "1":
             time.sleep(self.wait_ms / 1000)
         scores: Tensor = self.net(x)
@@ -208,15 +241,22 @@ class Training:
     settings: Settings
     without: Settings
     cause: Cause
+    steps: int = 240  # that are some seconds with the cause; without there are twice as many
     env: dict[str, str] = field(default_factory=dict)
     others: int = 0
 
+    def choose(self, *, is_planted: bool) -> Settings:
+        """Return the settings with the cause, or without."""
+        chosen, steps = (
+            (self.settings, self.steps) if is_planted else (self.without, 2 * self.steps)
+        )
+        return {**chosen, "train": {**chosen["train"], "max_steps": steps}}
 
-def _settings(
-    data: dict[str, Any] | None = None, model: str = "make_net", **sections: Any
-) -> Settings:
+
+def _settings(data: dict[str, Any] | None = None, model: str = "Net", **sections: Any) -> Settings:
     args = sections.pop("model_args", {})
-    train = {"max_s": SECONDS + 3.0, "epochs": 1000, "batch_size": BATCH, "compile": "off"}
+    # An end by steps; at the latest one by the clock.
+    train = {"max_s": 30.0, "epochs": 1000, "batch_size": BATCH, "compile": "off"}
     return {
         "data": {"source": f"{HERE}:make_loaders", "args": data or {}},
         "model": {"name": f"{HERE}:{model}", "args": args},
@@ -276,8 +316,18 @@ TRAININGS = {
     ),
     "contention": Training(_PLAIN, _PLAIN, _name_cause("contention", "other", "gain"), others=4),
     "host_leak": Training(
-        _settings({"batch": 128, "rows": 6400}, "Keeper", model_args={"keeps": True}),
-        _settings({"batch": 128, "rows": 6400}, "Keeper", model_args={"keeps": False}),
+        _settings(
+            {"batch": 128, "rows": 6400},
+            "Keeper",
+            model_args={"keeps": True},
+            train={"batch_size": 128},
+        ),
+        _settings(
+            {"batch": 128, "rows": 6400},
+            "Keeper",
+            model_args={"keeps": False},
+            train={"batch_size": 128},
+        ),
         _name_cause("host_leak", "graph|grow|grew|list", ""),
     ),
     "slow_rank": Training(
@@ -312,10 +362,11 @@ def main() -> None:
     if training.others and not given.without:
         asks = [sys.executable, "-c", OTHERS_CODE, str(os.getpid()), str(training.others)]
         others = subprocess.run(asks, stdout=subprocess.PIPE, check=True).stdout.split()
-    register_optimizer_step_post_hook(CLOCK.note_step)
     from headroom import train
 
-    run = train(training.without if given.without else training.settings)
+    settings = training.choose(is_planted=not given.without)
+    run = train(settings)
     for other in others:
         os.kill(int(other), 9)
-    given.out.write_text(json.dumps({"truth": asdict(CLOCK.make_truth()), "run": run}, default=str))
+    truth = asdict(CLOCK.make_truth(settings["train"]["batch_size"]))
+    given.out.write_text(json.dumps({"truth": truth, "run": run}, default=str))

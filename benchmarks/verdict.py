@@ -1,9 +1,10 @@
-"""Whether the verdict on a run is right: loops with a planted cause (benchmarks/planted_causes.py),
-each in a process of its own, with its cause and without, held against what the loop knows by clocks
-of its own; and healthy trainings, of which no cause should be told.
+"""Whether the verdict on a run is right: loops with a planted cause (benchmarks/planted_causes.py)
+and trainings of ours with the same (benchmarks/planted_trainings.py), each in a process of its own,
+with its cause and without, held against what it knows by clocks of its own; and healthy runs
+(benchmarks/healthy_runs.py), of which no cause should be told.
 
-`python -m benchmarks.verdict [--only NAME ...] [--watch told plain] [--keep FOLDER]` prints the
-table of causes and keeps it in benchmarks/results; `--healthy N` that of N healthy runs.
+`python -m benchmarks.verdict [--kinds told plain ours] [--only NAME ...] [--keep FOLDER]` prints
+the tables and keeps them in benchmarks/results; `--healthy N` adds that of N healthy runs.
 `--figures` shows what is measured of each loop beside its own clocks. FOLDER keeps what a process
 has said, and what lies there is not run again. `--checkout` is the project whose verdict it is.
 TraceML stands beside it where `--traceml` names the folder that it was installed into.
@@ -15,19 +16,44 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import psutil
+
 from benchmarks.conditions import publish
-from benchmarks.planted_causes import CAUSES, SECONDS, Cause
+from benchmarks.healthy_runs import KINDS
+from benchmarks.planted_causes import CAUSES, OTHERS_CODE, SECONDS, Cause
+from benchmarks.planted_trainings import TRAININGS
 
 HERE = Path(__file__).parent
+SCRIPT = str(HERE / "planted_causes.py")
+PACKAGES = ("headroom", "flows", "tasks", "mlflow.yaml", "pyproject.toml")
+OURS = "ours"  # trainings; the other kinds are loops with an account
+HEALTHY = ("compute", "mixed", "short")
 LIMIT_S = 120.0  # of a process
+TITLES = {
+    "told": "Loops that mark batches, steps, evaluations, checkpoints and logs",
+    "plain": "Loops with nothing but the account around them",
+    OURS: "Trainings of ours",
+}
+NOTES = """
+- right words: those that are right, the best one first. Its clock: per cent of the loop that the
+  cause took, by clocks of the loop that know nothing of Headroom; of causes that no clock is
+  around, what the loop gains without them. within: the share told is at most 10 points off.
+- sentence: names what the planted code is, by a pattern.
+- gain: rows a second without the cause over those with it. holds: it is at most the promised one
+  (5 % are the clock's), and at least half of that. (busy): others had more than 0.3 cores.
+- without it: what is said of the same loop without the cause.
+"""
 BUSY_CORES = 0.3  # that others had, from which a machine was not free
 POINTS, SLACK = 10.0, 1.05  # that a share may be off; what a gain may be above the promised one
 TRACEML_SAYS = ("Verdict", "Why", "Next")
@@ -91,17 +117,48 @@ class Runner:
     seconds: float
     traceml: Path | None
 
-    def run(self, name: str, watch: str, *, is_planted: bool) -> Outcome | None:
-        """Return what the loop said; None where it came to nothing."""
-        out = self.folder / f"{name}.{watch}.{'with' if is_planted else 'without'}.json"
-        if not out.exists():
-            asked = ["--watch", watch, "--seconds", str(self.seconds)]
-            asked += [] if is_planted else ["--without"]
+    def run(self, name: str, kind: str, *, is_planted: bool) -> Outcome | None:
+        """Return what the loop, or the training, said; None where it came to nothing."""
+        out = self.folder / f"{name}.{kind}.{'with' if is_planted else 'without'}.json"
+        asked = [name, "--out", str(out), *([] if is_planted else ["--without"])]
+        env: Mapping[str, str] = {}
+        if kind == OURS:
+            code = "from benchmarks.planted_trainings import main; main()"
+            command = ["-P", "-c", code, *asked]
+            env = TRAININGS[name].env if is_planted else {}
+        else:
             first = ["-P"] if CAUSES[name].ranks == 1 else _launch(CAUSES[name].ranks)
-            self._start([*first, *_name_script(), name, "--out", str(out), *asked], out)
+            more = ["--watch", kind, "--seconds", str(self.seconds)]
+            command = [*first, SCRIPT, *asked, *more]
+        return self._read(command, out, env)
+
+    def run_healthy(self, kind: str, seed: int, *, is_busy: bool) -> Outcome | None:
+        """Return what a healthy run said, and how many cores others had; None where it came to
+        nothing. is_busy: others compute beside it."""
+        out = self.folder / f"{kind}.{seed}.{'busy' if is_busy else 'idle'}.json"
+        command = ["-P", "-m", "benchmarks.healthy_runs", kind, "--seed", str(seed)]
+        asks = [sys.executable, "-c", OTHERS_CODE, str(os.getpid()), str(2 * is_busy)]
+        known = out.exists()
+        others = [] if known else subprocess.check_output(asks).split()
+        before = _read_busy_s()
+        try:
+            found = self._read([*command, "--out", str(out)], out)
+        finally:
+            for other in others:
+                os.kill(int(other), signal.SIGKILL)
+        if found is None or known:
+            return found
+        own_s, all_s, gone_s = (b - a for a, b in zip(before, _read_busy_s(), strict=True))
+        truth = {**found.truth, "others": (all_s - own_s) / gone_s}
+        out.write_text(json.dumps({"truth": truth, "run": found.run}))
+        return Outcome(truth, found.run)
+
+    def _read(
+        self, command: Sequence[str], out: Path, env: Mapping[str, str] = MappingProxyType({})
+    ) -> Outcome | None:
         if not out.exists():
-            return None
-        return Outcome(**json.loads(out.read_text()))
+            self._start(command, out, env)
+        return Outcome(**json.loads(out.read_text())) if out.exists() else None
 
     def trace(self, name: str) -> str:
         """Return what TraceML says of the loop: its verdict, the reason and what to do next."""
@@ -114,13 +171,15 @@ class Runner:
             asked = ["--logs-dir", str(logs), "--run-name", "run", "--nproc-per-node", str(ranks)]
             mine = [name, "--out", str(out), "--watch", "traceml", "--seconds", str(self.seconds)]
             launch = ["-P", "-m", "traceml_ai.launcher.cli", "run", "--mode", "summary"]
-            self._start([*launch, *_name_script(), *asked, "--args", *mine], out)
+            self._start([*launch, SCRIPT, *asked, "--args", *mine], out)
         summary = logs / "run" / "final_summary.txt"
         said = summary.read_text() if summary.exists() else ""
         found = [re.search(rf"{word}: +(.*?) *(?:\||$)", said, re.M) for word in TRACEML_SAYS]
         return " ".join(match[1] for match in found if match) or "no verdict"
 
-    def _start(self, command: Sequence[str], out: Path) -> None:
+    def _start(
+        self, command: Sequence[str], out: Path, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Run this in a folder of its own; what it prints lies beside `out`."""
         scratch = self.folder / f"{out.stem}.scratch"
         scratch.mkdir(parents=True, exist_ok=True)
@@ -128,22 +187,39 @@ class Runner:
             subprocess.run(
                 [*_time_out(), sys.executable, *command],
                 cwd=scratch,
-                env=self._make_env(),
+                env={**self._make_env(), **env},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
     def _make_env(self) -> dict[str, str]:
-        paths = [str(self.checkout), *([str(self.traceml)] if self.traceml else [])]
+        known = os.environ.get("PYTHONPATH", "")
+        paths = [str(self._find_root()), *([str(self.traceml)] if self.traceml else []), known]
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONSAFEPATH": "1",  # benchmarks/headroom.py is not the library
         }
 
+    def _find_root(self) -> Path:
+        """Return where the packages are: of another checkout all but these benchmarks."""
+        if self.checkout == HERE.parent:
+            return self.checkout
+        root = self.folder / "packages"
+        root.mkdir(exist_ok=True)
+        for source in [*(self.checkout / name for name in PACKAGES), HERE]:
+            link = root / source.name
+            if not link.is_symlink():
+                link.symlink_to(source)
+        return root
 
-def _name_script() -> list[str]:
-    return [str(HERE / "planted_causes.py")]
+
+def _read_busy_s() -> tuple[float, float, float]:
+    """Return the seconds that cores were busy with processes of this one that have ended, and with
+    all, and those of the clock."""
+    now, ended = psutil.cpu_times(), os.times()
+    all_s = sum(now) - now.idle - getattr(now, "iowait", 0.0)
+    return ended.children_user + ended.children_system, all_s, time.perf_counter()
 
 
 def _launch(ranks: int) -> list[str]:
@@ -156,31 +232,43 @@ def _time_out() -> list[str]:
 
 def main() -> None:
     """Run what is asked for, print the tables and keep them."""
-    here = argparse.ArgumentParser()
-    here.add_argument("--only", nargs="*", default=[n for n in CAUSES if CAUSES[n].device == "cpu"])
-    here.add_argument("--watch", nargs="*", default=["told", "plain"])
-    here.add_argument("--seconds", type=float, default=SECONDS)
-    here.add_argument("--keep", type=Path)
-    here.add_argument("--checkout", type=Path, default=HERE.parent)
-    here.add_argument("--traceml", type=Path)
-    here.add_argument("--figures", action="store_true")
-    given = here.parse_args()
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--kinds", nargs="*", default=["told", "plain", OURS])
+    asked.add_argument("--only", nargs="*")
+    asked.add_argument("--healthy", type=int, default=0)
+    asked.add_argument("--seconds", type=float, default=SECONDS)
+    asked.add_argument("--keep", type=Path)
+    asked.add_argument("--checkout", type=Path, default=HERE.parent)
+    asked.add_argument("--traceml", type=Path)
+    asked.add_argument("--figures", action="store_true")
+    asked.add_argument("--device", default="cpu")
+    given = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (given.keep or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         runner = Runner(folder, given.checkout.absolute(), given.seconds, given.traceml)
         if given.figures:
-            for watch in given.watch:
-                for line in _compare_figures(runner, given.only, watch):
+            for kind in given.kinds:
+                for line in _compare_figures(runner, _list_causes(kind, given), kind):
                     print(line, flush=True)
             return
         publish("verdict", "Whether the verdict on a run is right", _report(runner, given))
 
 
+def _list_causes(kind: str, given: argparse.Namespace) -> list[str]:
+    known = [name for name in CAUSES if CAUSES[name].device == given.device]
+    names = list(TRAININGS) if kind == OURS else known
+    return [name for name in names if not given.only or name in given.only]
+
+
 def _report(runner: Runner, given: argparse.Namespace) -> Iterator[str]:
-    for watch in given.watch:
-        yield from ("", f"## Loops, {watch}", "")
-        yield from _judge_causes(runner, given.only, watch)
+    yield NOTES.rstrip()
+    for kind in given.kinds:
+        yield from ("", f"## {TITLES[kind]}", "")
+        yield from _judge_causes(runner, _list_causes(kind, given), kind)
+    if given.healthy:
+        yield from ("", "## Healthy runs", "")
+        yield from _judge_healthy(runner, given.healthy)
 
 
 # The figures of a run beside the clocks of its loop.
@@ -236,24 +324,25 @@ def _compute_our_share(found: Outcome, *phases: str) -> float:
 # The verdict beside the truth.
 
 
-def _judge_causes(runner: Runner, names: Sequence[str], watch: str) -> Iterator[str]:
+def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[str]:
     yield (
         "| cause | right words | share by its clock | ours | right | its sentence | share told | "
         "within | gain promised | measured | holds | without it | TraceML |"
     )
     yield "|:--|:--|--:|:--|:--|:--|--:|:--|--:|--:|:--|:--|:--|"
-    right = total = 0
+    right = total = clean = 0
     for name in names:
-        cause = CAUSES[name]
-        found = runner.run(name, watch, is_planted=True)
-        without = runner.run(name, watch, is_planted=False)
+        cause = TRAININGS[name].cause if kind == OURS else CAUSES[name]
+        found = runner.run(name, kind, is_planted=True)
+        without = runner.run(name, kind, is_planted=False)
         if found is None or without is None:
             yield f"| {name} | failed |"
             continue
         total += 1
         right += found.bound in cause.words
-        yield _judge(name, cause, found, without, runner.trace(name))
-    yield from ("", f"Right: {right} of {total}.")
+        clean += without.bound not in cause.words or without.bound in HEALTHY
+        yield _judge(name, cause, found, without, runner.trace(name) if kind == "told" else "")
+    yield from ("", f"Right: {right} of {total}. Without the cause it is told of {total - clean}.")
 
 
 def _judge(name: str, cause: Cause, found: Outcome, without: Outcome, other: str) -> str:
@@ -281,6 +370,42 @@ def _judge(name: str, cause: Cause, found: Outcome, without: Outcome, other: str
             f"{other or '-'} |",
         )
     )
+
+
+def _judge_healthy(runner: Runner, count: int) -> Iterator[str]:
+    yield "| kind | alone | false | beside others | false |"
+    yield "|:--|:--|--:|:--|--:|"
+    said: dict[str, dict[bool, list[str]]] = {kind: {False: [], True: []} for kind in KINDS}
+    false: dict[str, dict[bool, int]] = {kind: {False: 0, True: 0} for kind in KINDS}
+    lines, total = [], 0
+    for at in range(count):
+        kind, is_busy = list(KINDS)[at % len(KINDS)], bool(at // len(KINDS) % 2)
+        found = runner.run_healthy(kind, at, is_busy=is_busy)
+        if found is None:
+            said[kind][is_busy].append("failed")
+            continue
+        total += 1
+        is_shared = is_busy or found.truth["others"] > BUSY_CORES
+        right = (*HEALTHY, "") + (("contention",) if is_shared else ())
+        said[kind][is_busy].append(found.bound or "-")
+        if found.bound not in right:
+            false[kind][is_busy] += 1
+            of = f"others had {found.truth['others']:.1f} cores"
+            lines.append(f"- {kind} {at}, {of}: {found.bound}: {found.why}")
+    for kind in KINDS:
+        cells = (f"{_count(said[kind][b])} | {false[kind][b]}" for b in (False, True))
+        yield f"| {kind} | {' | '.join(cells)} |"
+    wrong = len(lines)
+    yield from (
+        "",
+        f"A cause that is none: {wrong} of {total}, {100 * wrong / max(total, 1):.1f} %.",
+    )
+    yield from ("", *lines)
+
+
+def _count(words: Sequence[str]) -> str:
+    """Return each word with how often it was said."""
+    return ", ".join(f"{word} {words.count(word)}" for word in dict.fromkeys(words))
 
 
 def _mark(is_so: bool, asked: object) -> str:
