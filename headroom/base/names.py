@@ -131,7 +131,7 @@ UNITS = {  # by the end of a name
     "j": "J",
 }
 CUDA, GPU, SEVERAL = "an NVIDIA GPU", "a GPU", "several processes"
-REPLAY, OTHER, COUNTED = "replay", "other", "counted_step"
+REPLAY, OTHER, COUNTED, BETWEEN = "replay", "other", "counted_step", "between"
 
 PHASES = (
     Phase(
@@ -195,6 +195,12 @@ PHASES = (
         failed_in="rest",
         needs="a loop of one's own",
         is_named=True,
+    ),
+    Phase(
+        BETWEEN,
+        PhaseKind.STEP,
+        "what a loop of one's own does between two steps, where it says nothing of it",
+        needs="a loop of one's own, on a CPU",
     ),
     Phase(
         REPLAY,
@@ -528,7 +534,45 @@ METRICS = (
         "time/timed_steps",
         "steps whose phases were timed",
         shown={Place.TIME: "phases of {} steps timed"},
-        needs=GPU,
+        needs=f"{GPU}, or a loop of one's own",
+    ),
+    Metric(
+        "time/phase_error_pct",
+        "largest standard error of a phase's share of a step, in points",
+        True,
+        needs="a loop of one's own",
+    ),
+    Metric(
+        "time/step_cpu_ms",
+        "processor time of a step, of all threads of the process",
+        True,
+        shown={Place.TIME: "a step takes {} of processor time"},
+    ),
+    Metric(
+        "time/workers_cpu_ms",
+        "processor time of a step in the workers of a loader",
+        True,
+        shown={Place.TIME: "its workers {}"},
+        needs="workers of a loader",
+    ),
+    Metric(
+        "time/step_operations",
+        "operations of PyTorch that a step calls, backward pass included",
+        True,
+        needs="a step whose memory was counted",
+    ),
+    Metric(
+        "time/first_waits_s",
+        "waiting for the first batch of each later pass over a loader",
+        True,
+        needs="a loop of one's own",
+    ),
+    Metric("time/garbage_s", "Python's garbage collector, in the thread of the loop", True),
+    Metric(
+        "time/core_limited_pct",
+        "share of the time in which a container's limit kept it from its cores",
+        True,
+        needs="such a limit",
     ),
     Metric(
         "time/core_wait_pct",
@@ -839,6 +883,8 @@ TAGS = (
     Tag("gate.why", "that as a sentence"),
     Tag("gate.of", "a hash of what runs share that are compared with each other"),
     Tag("registered", "the version of the registered model", needs="run.registered_model"),
+    Tag("bound", "what held the run back, in one word: see the verdict"),
+    Tag("bound.why", "that as a sentence, with what to do"),
     Tag("warnings", "what a person should doubt, a line each"),
     Tag("end.reason", "why the run ended before its end", needs="such an end"),
     Tag("failure", "the kind of failure", needs="a failure"),

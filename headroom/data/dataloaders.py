@@ -332,7 +332,7 @@ class LoaderBatches:
         self.batch_size = _find_batch_size(loader)
         self._rows = _count_announced_rows(loader, self._batches, self.batch_size)
         self._pinned = bool(getattr(loader, "pin_memory", False)) and device.type in PINNING
-        workers = getattr(loader, "num_workers", 0)
+        workers = self.workers = getattr(loader, "num_workers", 0)
         self.reason = (
             f"a loader of its own: batches of {self.batch_size} from "
             f"{f'{workers} worker processes' if workers else 'this process'}, "

@@ -434,6 +434,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
+        self._found.profile = loop.accounts.describe()
         stats = loop.accounts.phases.meter.read_stats()
         if stats:
             self._write("memory/stats.json", json.dumps(stats, indent=1))

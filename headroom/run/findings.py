@@ -62,6 +62,7 @@ class Findings:
     failure: Failure | None = None  # the first one
     oom: dict[str, Any] | None = None  # how memory ran out
     classes: Any = None
+    profile: dict[str, Any] = field(default_factory=dict)  # of its loop; see Accounts.describe
     held_bytes: int = 0  # at the end of the training
     leaks: tuple[Owner, ...] = ()
     owners: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +87,7 @@ class Findings:
         self.held_bytes, self.leaks = facts.held_bytes, facts.leaks
         self.summary |= facts.metrics
         self.classes = facts.classes
+        self.profile = facts.profile
         self.tags |= facts.tags
         self.stopped = facts.stopped
         self.warn(*facts.warnings)
@@ -117,6 +119,7 @@ class Findings:
             "tags": self.tags,
             "metrics": {**self.series, **self.summary},
             "warnings": self.warnings,
+            "profile": self.profile,
             "owners": self.owners,
             "kept": self.kept,
             "error": self.failure.said if self.failure else None,

@@ -16,6 +16,7 @@ from typing import Any, Self
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact_nested
+from headroom.report.verdict import judge_run
 from headroom.run.failures import Failure
 from headroom.run.findings import Findings, RunClock
 from headroom.run.gate import compare_with_history
@@ -213,6 +214,9 @@ class Recording:
             **self._found.make_report(),
         }
         self.run["metrics"]["time/total_s"] = before_s + self._clock.total_s()
+        verdict = judge_run(self.run)
+        if verdict is not None:
+            self.run["tags"] |= verdict.make_tags()
         if not self._found.failure and not self._found.stopped:
             self.run |= self._compare()
         self.run = redact_nested(self.run)

@@ -144,6 +144,8 @@ def build_state(
     accounts = Accounts(
         device, place.meter, place.ledger, owned, log=log, watch=place.watch, ranks=ranks
     )
+    accounts.workers = getattr(rows, "workers", None)
+    stack.callback(accounts.looks.stop)
 
     # Held weakly: in a ring of references, a model would stay until the next collection.
     steps: weakref.WeakSet[TunedStep] = weakref.WeakSet()

@@ -240,6 +240,7 @@ def _save(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
+        profile=accounts.describe(),
         warnings=(
             *check.warnings,
             *warn_of_results(

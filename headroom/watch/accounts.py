@@ -15,22 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headroom.base.names import COUNTED, LOWER_BOUND, PhaseKind, list_phases
+from headroom.base.names import BETWEEN, COUNTED, LOWER_BOUND, PhaseKind, list_phases
 from headroom.ranks.ranks import Ranks
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
-from headroom.watch.core_wait import CoreWatch
+from headroom.watch.core_wait import CoreWatch, count_cores
 from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.phases import (
     COUNT_EVERY,
+    PhaseClock,
     Phases,
     Stopwatch,
     Watched,
     make_phase_clock,
 )
+from headroom.watch.sampled_clock import SampledHostClock
+from headroom.watch.stack_samples import StackSampler
 from headroom.watch.step_metrics import Blame, Log, StepMetrics, blame_nobody
+from headroom.watch.trends import Trends
 
+AFTER = "after"  # the last step, in a loop that was not over by then
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 # Of a training, beside its steps; those that are counted are told where there are any.
 PARTS = [p.name for p in list_phases(PhaseKind.TRAINING) if p.name not in ("steps", COUNTED)]
@@ -74,14 +79,16 @@ class Accounts:
         log: Log,
         watch: Stopwatch | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+        clock: PhaseClock | None = None,
     ) -> None:
         """meter: what measures the device's memory, made before anything was put there. owned: what
-        belongs to whom, whenever it is asked. log: gets metrics and their step."""
+        belongs to whom, whenever it is asked. log: gets metrics and their step. clock: of a loop
+        that does not mark each step."""
         in_use = partial(_read_in_use, meter) if device.type != "cpu" else lambda: None
         self.device, self.log, self.ranks = device, log, ranks
         self.watch, self.cores = watch or Stopwatch(), CoreWatch()
         self.phases = Phases(
-            make_phase_clock(device),
+            clock or make_phase_clock(device),
             meter,
             MemoryByOwner(ledger, owned, in_use),
             count_every=COUNT_EVERY if device.type == "cpu" else None,
@@ -92,6 +99,9 @@ class Accounts:
         self._is_first = True  # no step is done yet
         self.is_log_point = False  # whether the metrics of the step that has begun are logged
         self.steps: StepMetrics | None = None
+        self.trends, self.looks = Trends(), StackSampler()
+        self.workers: int | None = None  # processes that feed it; None where nobody tells
+        self.first_waits_s = 0.0  # for the first batch of each pass over a loader
 
     @property
     def watched(self) -> Watched:
@@ -110,8 +120,10 @@ class Accounts:
             speeds=facts.speeds,
             last_step=facts.last_step,
             log=self.log,
+            trends=self.trends,
             ranks=self.ranks,
         )
+        self.looks.start()
         return self.steps
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -205,6 +217,9 @@ class Accounts:
         assert self._facts is not None
         spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
         phase_s = clock.compute_step_seconds()
+        timed = max(0, steps - counted[0] - 1)
+        if isinstance(clock, SampledHostClock) and timed:
+            phase_s[BETWEEN] = max(0.0, spent["steps"] - clock.compute_step_s()) / timed
         replay_s = clock.compute_step_seconds(replayed=True)
         known_s = sum(spent[part] for part in (*PARTS, HELD, COUNTED))
         steps, rows = steps - counted[0], rows - counted[1]
@@ -236,15 +251,59 @@ class Accounts:
         if waited is not None:
             metrics["time/core_wait_pct"] = waited.others_pct
             metrics["time/core_wait_own_pct"] = waited.own_pct
+        metrics |= self._summarize_work(timed)
         if copy_s is not None:
             metrics["time/h2d_ms"] = 1000 * copy_s  # beside the steps, so that no phase holds it
         if phase_s:
             # Below 0 where phases of sampled steps, times all steps, come to more than there was.
             metrics["time/unaccounted_pct"] = 100 * (total_s - known_s) / total_s
-        sampled = clock.count_sampled_steps()
+        sampled, error_pct = clock.count_sampled_steps(), clock.compute_error_pct()
         if sampled is not None:
             metrics["time/timed_steps"] = float(sampled)
+        if sampled is not None and error_pct is not None:
+            metrics["time/phase_error_pct"] = error_pct
         return metrics
+
+    def _summarize_work(self, steps: int) -> dict[str, float]:
+        """Return what a step took of the processor, and of what it is made; steps: that are in the
+        stopwatch's part of steps."""
+        metrics = {}
+        if steps:
+            metrics["time/step_cpu_ms"] = 1000 * self.watch.cpu_seconds["steps"] / steps
+            if self.workers:
+                metrics["time/workers_cpu_ms"] = 1000 * self.cores.read_workers_s() / steps
+        if self.phases.operations:
+            metrics["time/step_operations"] = float(self.phases.operations)
+        if self.first_waits_s:
+            metrics["time/first_waits_s"] = self.first_waits_s
+        if self.looks.garbage_s:
+            metrics["time/garbage_s"] = self.looks.garbage_s
+        limited_pct = self.cores.read_limited_pct()
+        if limited_pct is not None:
+            metrics["time/core_limited_pct"] = limited_pct
+        return metrics
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a verdict needs beside the metrics, as JSON can hold it: threads, cores and
+        workers, the lines of the user's code that were seen, and how steps and memory changed.
+
+        places: by what the loop said that it did, "" where it says nothing, the kind of work that
+        was seen most often there, its line, and the share of the looks that saw it there.
+        """
+        looks = self.looks.summarize()
+        growths = {
+            "step": self.trends.compute_step_growth(),
+            "step_cpu": self.trends.compute_step_growth(by_processor=True),
+            "memory": self.trends.compute_memory_growth(),
+            "device": self.trends.compute_memory_growth(of_device=True),
+        }
+        return {
+            "threads": torch.get_num_threads(),
+            "cores": count_cores(),
+            "workers": self.workers,
+            "places": looks.describe(),
+            "growth": {name: growth._asdict() for name, growth in growths.items() if growth},
+        }
 
 
 def _read_in_use(meter: MemoryMeter) -> int | None:

@@ -136,6 +136,7 @@ class AllocationLog(TorchDispatchMode):
         super().__init__()
         self._scratch, self._told, self._kernels = scratch, told, kernels
         self._taken_bytes = 0  # by the operation that has just run, its outputs included
+        self.operations = 0  # that were called since the step began
         self.pool = 0  # that storages are made in from here on
         self._device, self._limit, self._block = device, limit_bytes, block
         self.is_active = False
@@ -206,6 +207,7 @@ class AllocationLog(TorchDispatchMode):
         self.step_peak_bytes = self.allocated_bytes
         self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
         self._lines = OperationLines()
+        self.operations = 0
         self._step_peak_at = self._step_from = self._allocations
 
     def end_phase(self, name: str) -> None:
@@ -276,6 +278,7 @@ class AllocationLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.operations += 1
         try:
             out = self._call(func, args, kwargs or {})
         except Exception:

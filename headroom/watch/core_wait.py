@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
+WORKER = "pt_data_worker"  # as PyTorch names the workers of its loaders
 LOCAL_HOSTS = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
@@ -33,6 +34,8 @@ class CoreWatch:
         self._began = perf_counter()
         self._before_s = {} if _read_threads_s() is None else _read_processes_s()
         self._counts_s = _read_counts_s()
+        self._children_s = _read_children_s()
+        self._limited_s = _read_limited_s()
 
     def read_core_wait(self) -> CoreWait | None:
         """Return the waiting since this object was made; None where the system does not tell."""
@@ -52,6 +55,48 @@ class CoreWatch:
         others_s = min(waited_s, max(0.0, busy_s - own_s - helpers_s))
         share = 100 / max(perf_counter() - self._began, waited_s + ran_s)
         return CoreWait(others_s * share, (waited_s - others_s) * share)
+
+    def read_workers_s(self) -> float:
+        """Return the processor seconds of the workers of PyTorch's loaders, and of other processes
+        that this one started and that have ended, since this object was made."""
+        seconds = _read_children_s() - self._children_s
+        with suppress(psutil.Error, OSError):
+            for child in psutil.Process().children():
+                with suppress(psutil.Error, OSError):
+                    if child.name() == WORKER:
+                        used = child.cpu_times()
+                        seconds += used.user + used.system
+        return seconds
+
+    def read_limited_pct(self) -> float | None:
+        """Return the share of the time in which the limit of a container on its processor time
+        kept it from its cores; None where there is no limit."""
+        before_s, now_s = self._limited_s, _read_limited_s()
+        if before_s is None or now_s is None:
+            return None
+        return 100 * (now_s - before_s) / max(perf_counter() - self._began, 1e-9)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read_children_s() -> float:
+    ended = os.times()
+    return ended.children_user + ended.children_system
+
+
+def _read_limited_s() -> float | None:
+    """Return the seconds in which the cgroup of this process was throttled (cgroup-v2.rst)."""
+    with suppress(OSError, ValueError):
+        for line in Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "throttled_usec":
+                return int(number) / 1e6
+    return None
 
 
 def _read_counts_s() -> tuple[float, float, float, float] | None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from headroom.base import names, nested
 from headroom.base.facts import ReleaseFacts
 from headroom.base.names import COUNTED, OTHER
-from headroom.watch.accounts import Accounts, LoopFacts
+from headroom.watch.accounts import AFTER, Accounts, LoopFacts
 from headroom.watch.allocation_log import ACTIVATIONS, AllocationLog
 from headroom.watch.allocators import Allocator, NoAllocator
 from headroom.watch.guard import Guarded, Hook, guard, take_own_error
@@ -37,13 +37,16 @@ from headroom.watch.leaks import has_compiled, measure_held_memory
 from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
-from headroom.watch.phases import TIME_FIRST, Watched
+from headroom.watch.phases import TIME_FIRST, EventClock, PhaseClock, Watched
+from headroom.watch.sampled_clock import WAIT, SampledHostClock
+from headroom.watch.stack_samples import BETWEEN, STEP
 
 LOG_EVERY = 10  # steps
 EARLY = (2, 3, 4)  # log points beside these: one is counted by owner, two are timed
 PHASES = [phase.name for phase in names.list_phases(names.PhaseKind.STEP) if phase.is_named]
 BESIDE = [phase.name for phase in names.list_phases(names.PhaseKind.TRAINING) if phase.is_named]
 READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
+EARLY_STEPS = 200  # of which more are timed, since a short run has no others
 PENDING = 100  # metrics on the device that may wait for a log point
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
@@ -128,7 +131,13 @@ class OwnLoop(Guarded, raising=ASKED):
         meter = MemoryMeter(device, source)
         self._log, self._lines, self._kept_s = log, [], 0.0  # type: ignore[var-annotated]
         self._tell, self.values = tell, LoggedValues(tell, tag)
-        self.accounts = Accounts(device, meter, ledger, self.list_owned, log=self._add_line)
+        self._clock: PhaseClock = EventClock(device)
+        if device.type == "cpu":
+            self._clock = SampledHostClock()
+        self.accounts = Accounts(
+            *(device, meter, ledger, self.list_owned), log=self._add_line, clock=self._clock
+        )
+        self._looks = self.accounts.looks
         self.device = device
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -140,6 +149,10 @@ class OwnLoop(Guarded, raising=ASKED):
         )
         self._metrics = self.accounts.begin_training(facts)
         self._metrics.read_every_s = READ_EVERY_S
+        self._opened_s = self._ended_s = perf_counter()  # when a step began, and ended, last
+        self._asked_s = self._apart_s = 0.0  # when a batch was asked for; and what is no step's
+        self._late_s = 0.0  # waits of steps that never came, which are the next one's
+        self._wait_s = self._aside_s = 0.0  # of the step that has begun: for batches; not its own
         self._metrics.begin(0)
         self._thread = threading.get_ident()
         self._is_timed = False  # the step that has begun
@@ -235,17 +248,22 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._named and self._named[-1][0] in BESIDE:
             yield from loader
             return
+        self._note_loader(loader)
         batches = None
         while True:
             self.begin_wait()
+            is_first = batches is None
             try:
                 if batches is None:  # workers are started here
                     batches = iter(loader)
                 batch = next(batches)
             except StopIteration:
+                self._late_s += perf_counter() - self._asked_s  # workers are ended here
                 self._is_open = self._is_asked  # else a step that never came
                 return
             self.end_wait(batch)
+            if is_first and self.done:
+                self.accounts.first_waits_s += self._wait_s
             yield batch
             del batch  # gone before the next one comes
 
@@ -259,11 +277,15 @@ class OwnLoop(Guarded, raising=ASKED):
         else:
             self._open()
             self._is_waiting = True
+        self._looks.state = WAIT
+        self._asked_s = perf_counter()
 
     def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
         """The batch is there, of so many rows; by default those of its first tensor."""
         self._is_waiting = False
-        self._mark("data_wait")
+        self._mark(WAIT)
+        self._wait_s += perf_counter() - self._asked_s
+        self._looks.state = STEP
         self._note_batch(batch)
         if rows is None:
             with suppress(RuntimeError):  # of a nested tensor
@@ -293,6 +315,12 @@ class OwnLoop(Guarded, raising=ASKED):
             self._forwards = max(self._forwards, self._passes)
         if self._counting is not None:
             self._leave_count()
+        self._ended_s = perf_counter()
+        if not self._is_counted:
+            late_s, self._late_s = self._late_s, 0.0
+            step_s = late_s + self._ended_s - self._opened_s - self._aside_s
+            self._clock.add_step(step_s, min(late_s + self._wait_s, step_s))
+        self._looks.state = BETWEEN
         self.done += 1
         step_rows = self._step_rows if rows is None else rows
         self.rows += step_rows
@@ -358,6 +386,8 @@ class OwnLoop(Guarded, raising=ASKED):
             self._is_timed = False  # of a step that has begun, what is left
             self._is_quiet = self._is_open
             self._drain()
+            self._looks.state = name
+            self._apart_s = perf_counter()
         elif self._is_open:
             self._mark(self._named[-1][0] if self._named else OTHER)
         else:
@@ -374,6 +404,8 @@ class OwnLoop(Guarded, raising=ASKED):
             self._told.add(name)
             self.accounts.lap(name)
             self._metrics.begin(0)
+            self._aside_s += perf_counter() - self._apart_s
+            self._looks.state = STEP if self._is_open else BETWEEN
         elif self._is_open:
             self._mark(name if name in PHASES else OTHER)
         self._forward_by = {"forward": "the loop", "backward": ""}.get(name, self._forward_by)
@@ -419,6 +451,7 @@ class OwnLoop(Guarded, raising=ASKED):
     def end(self) -> None:
         """Measure no more, whatever state this is in; keep what was measured."""
         self.is_deaf = True
+        self.accounts.looks.stop()
         self._is_timed = self._is_open = False
         for hook in self._called:  # not removed: one of them may be what calls
             hook.call = self._rest
@@ -443,6 +476,8 @@ class OwnLoop(Guarded, raising=ASKED):
         self.end()
         for handle in self._hooks:
             handle.remove()
+        if self.done:
+            self.accounts.watch.lap_until("steps", self._ended_s, AFTER)
         if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
             self._metrics.add_log_point(None)
         self._drain()
@@ -572,6 +607,15 @@ class OwnLoop(Guarded, raising=ASKED):
         self._is_timed = is_timed
         self._is_quiet = not is_timed and not self._ends_by_passes()
         self._is_open = True
+        self._looks.state = STEP
+        self._wait_s = self._aside_s = 0.0
+        self._opened_s = perf_counter()
+
+    def _note_loader(self, loader: Any) -> None:
+        """Note how many processes feed the loop, where its loader tells."""
+        workers = getattr(loader, "num_workers", None)
+        if type(workers) is int:
+            self.accounts.workers = max(workers, self.accounts.workers or 0)
 
     def _ends_by_passes(self) -> bool:
         """Return whether nobody tells of a step's end, but for the next forward pass."""
@@ -754,9 +798,9 @@ class OwnLoop(Guarded, raising=ASKED):
 
 
 def _is_sampled(step: int) -> bool:
-    """Return whether this step is timed phase by phase: the first ones, then a sixteenth of
-    them, not at an even distance, since a loader may be late at each fourth batch."""
-    return step <= TIME_FIRST or step * 7919 % 31 < 2
+    """Return whether this step is timed phase by phase: the first ones, then a quarter, and later a
+    sixteenth of them, not at an even distance, since a loader may be late at each fourth batch."""
+    return step <= TIME_FIRST or step * 7919 % 31 < (8 if step <= EARLY_STEPS else 2)
 
 
 def list_optimizers(*things: Any) -> list[Optimizer]:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from math import exp, log
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,9 @@ SIDE = 192  # of a square matrix whose product takes some 0.1 ms
 REFERENCE_EVERY_S, FIRST_REFERENCES, REFERENCE_LATER_S = 0.05, 60, 0.5
 
 
+PROCESSOR = "processor/"  # before the name of a part, in the state of a stopwatch
+
+
 class PhaseClock(Protocol):
     """Measures the time between two marks of a step and adds it to the phase that the second
     one ends."""
@@ -41,6 +44,10 @@ class PhaseClock(Protocol):
 
     def mark(self, phase: str) -> None:
         """End `phase` here."""
+
+    def add_step(self, step_s: float, wait_s: float) -> None:
+        """A step is done that took so long, of which so long for its batch, by the host's clock,
+        whether it was sampled or not. Only a loop that does not mark each step calls it."""
 
     def reset(self) -> None:
         """Forget what was timed so far: the first step holds warm-up and compilation."""
@@ -54,6 +61,10 @@ class PhaseClock(Protocol):
 
     def count_sampled_steps(self) -> int | None:
         """Return how many steps were sampled; None where all are timed."""
+
+    def compute_error_pct(self) -> float | None:
+        """Return the largest standard error of a phase's share, in points of the step; None where
+        it is not known."""
 
     def compute_fast_step_s(self) -> float | None:
         """Return the seconds of a fast step: one timed step in twenty is faster."""
@@ -78,6 +89,9 @@ class HostClock:
 
     def begin(self, *, sample: bool) -> None:
         self._fast.add(self._last - self._first)  # of the step before
+        self._begin()
+
+    def _begin(self) -> None:
         now = perf_counter()
         if now >= self._next_reference:
             self._references += 1
@@ -99,6 +113,9 @@ class HostClock:
         self._totals[phase] += now - self._last
         self._last = now
 
+    def add_step(self, step_s: float, wait_s: float) -> None:
+        raise AssertionError("each step is marked")
+
     def reset(self) -> None:
         self._totals.clear()
         self._fast, self._reference = _FastTimes(), _FastTimes()
@@ -115,6 +132,9 @@ class HostClock:
 
     def count_sampled_steps(self) -> int | None:
         return None
+
+    def compute_error_pct(self) -> float | None:
+        return 0.0
 
     def compute_fast_step_s(self) -> float | None:
         return self._fast.compute_seconds()
@@ -191,8 +211,14 @@ class EventClock:
         phases = dict.fromkeys(phase for step in timed for phase in step)
         return {p: median(step.get(p, 0.0) for step in timed) for p in phases}
 
+    def add_step(self, step_s: float, wait_s: float) -> None:
+        pass  # the host's time is not the device's
+
     def count_sampled_steps(self) -> int | None:
         return sum(map(len, self._timed.values()))
+
+    def compute_error_pct(self) -> float | None:
+        return None
 
     def compute_fast_step_s(self) -> float | None:
         timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])
@@ -215,38 +241,55 @@ def make_event(device: torch.device, *, timed: bool = False) -> Any:
 
 
 def make_phase_clock(device: torch.device) -> PhaseClock:
-    """Return the clock that measures correctly on this device."""
+    """Return the clock that measures correctly on this device, in a loop that marks each step."""
     return HostClock() if device.type == "cpu" else EventClock(device)
 
 
 class Stopwatch:
-    """Measures the wall seconds of named parts of a run on the host; parts may not nest."""
+    """Measures the wall seconds of named parts of a run on the host, and the processor seconds of
+    all threads of this process in them; parts may not nest."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
         self._began = perf_counter()
-        self._last = self._began
+        self._last, self._last_cpu = self._began, process_time()
 
     def lap(self, part: str) -> float:
         """Add the time since the last lap to `part`, and return it."""
-        now = perf_counter()
+        now, now_cpu = perf_counter(), process_time()
         lap_s = now - self._last
         self.seconds[part] += lap_s
-        self._last = now
+        self.cpu_seconds[part] += now_cpu - self._last_cpu
+        self._last, self._last_cpu = now, now_cpu
         return lap_s
+
+    def lap_until(self, part: str, end_s: float, rest: str) -> None:
+        """Add the time since the last lap to `part` as far as this time of perf_counter(), and what
+        was later to `rest`."""
+        before, before_cpu = self._last, self._last_cpu
+        late_s = min(max(0.0, perf_counter() - end_s), perf_counter() - before)
+        lap_s = self.lap(part)
+        late_cpu_s = (self._last_cpu - before_cpu) * late_s / lap_s if lap_s > 0 else 0.0
+        for seconds, late in ((self.seconds, late_s), (self.cpu_seconds, late_cpu_s)):
+            seconds[part] -= late
+            seconds[rest] += late
 
     def compute_total_s(self) -> float:
         return perf_counter() - self._began
 
     def state(self) -> dict[str, float]:
         """Return all seconds so far."""
-        return {**self.seconds, "total": self.compute_total_s()}
+        cpu = {f"{PROCESSOR}{part}": spent_s for part, spent_s in self.cpu_seconds.items()}
+        return {**self.seconds, **cpu, "total": self.compute_total_s()}
 
     def restore(self, state: dict[str, float]) -> None:
         """Add seconds that were counted before."""
         for part, spent_s in state.items():
             if part == "total":
                 self._began -= spent_s
+            elif part.startswith(PROCESSOR):
+                self.cpu_seconds[part.removeprefix(PROCESSOR)] += spent_s
             else:
                 self.seconds[part] += spent_s
 
@@ -295,6 +338,7 @@ class Phases:
         self._first: int | None = None  # of those that are all timed
         self._once: set[str] = set()
         self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
+        self.operations = 0  # of a counted step
         self.watched = Watched.NOT
 
     def begin(self, step: int, *, is_log_point: bool) -> None:
@@ -355,6 +399,7 @@ class Phases:
             return self.clock.mark(phase)
         if self.watched is Watched.COUNTED:
             self.accounts.ledger.end_phase(phase)
+            self.operations = max(self.operations, self.accounts.ledger.operations)
         else:
             self.clock.mark(phase)
         self.meter.end_phase(phase)

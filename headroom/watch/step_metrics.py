@@ -17,6 +17,7 @@ from torch import Tensor
 from headroom.ranks.ranks import Ranks
 from headroom.watch.phases import Phases, Stopwatch, make_event
 from headroom.watch.pinned_memory import copy_to_host
+from headroom.watch.trends import Trends
 
 Log = Callable[[dict[str, float], int], None]
 AGE_S = "age_s"  # among what is logged of a step: how long ago it was taken; no metric
@@ -87,10 +88,13 @@ class StepMetrics:
         speeds: Callable[[float], dict[str, float]],
         last_step: int,
         log: Log,
+        trends: Trends | None = None,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
     ) -> None:
         """rate: learning rate of step 0, 1, ... speeds: more of them, from the samples a second.
-        last_step: where a speed is told of the whole run, by another."""
+        last_step: where a speed is told of the whole run, by another. trends: keeps how the run
+        changes."""
+        self._trends = trends or Trends()
         self._last_step = last_step
         self._device, self._phases, self._watch = device, phases, watch
         self._rate, self._speeds, self._log, self._ranks = rate, speeds, log, ranks
@@ -245,10 +249,13 @@ class StepMetrics:
             return
         if packed.ready is not None:
             packed.ready.synchronize()
+        cpu_s = -self._watch.cpu_seconds["steps"]
         step_s = self._watch.lap("steps")
+        cpu_s += self._watch.cpu_seconds["steps"]
         if packed.ready is not None:
             # A reading comes one window late: the host's time would be that of another window.
             step_s = packed.began.elapsed_time(packed.ready) / 1000
+        self._trends.add_steps(packed.timed[0], step_s, cpu_s)
         before_s, steps, rows = self._speed_from
         self._speed_from = before_s + step_s, steps + packed.timed[0], rows + packed.timed[1]
         values = packed.values.tolist()
@@ -271,7 +278,13 @@ class StepMetrics:
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
             if point is points[-1]:
-                metrics |= self._phases.meter.end_window()
+                memory = self._phases.meter.end_window()
+                self._trends.add_memory(
+                    point.step,
+                    memory["memory/host_rss_mib"],
+                    memory.get("memory/allocated_mib", 0.0),
+                )
+                metrics |= memory
                 if point.step != self._last_step:
                     metrics |= self._compute_speed()
             if now_s - point.taken_s >= LEAST_AGE_S:

@@ -1,0 +1,692 @@
+"""What held a run back: one word, how much of its time, what would be won at most without it, and
+what to do next, from the figures of the run alone. The rules are a table; the first that holds is
+told, and others that hold for a tenth of the time or more in a clause. Where the figures bear
+nothing, that is said.
+
+A share is one of the time after the first step. "Up to" is what the run would take without that
+share: 1 / (1 - share), Amdahl's bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
+from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
+
+SHORT, COMPUTE, MIXED = "short", "compute", "mixed"
+LEAST_STEPS, LEAST_S = 50, 3.0
+TOLD, CLAUSE = 0.20, 0.10  # shares of the time: of a cause, and of a clause beside it
+NOT_FREE = 25.0  # per cent of the time in which others had the cores
+CROWDED = 10.0  # the same of the run's own threads
+GROWN_SHARE, GROWN_MIB = 0.10, 64.0  # of the memory of the process
+SLOWER = 1.3  # the last step of the slope, at least, as a multiple of the first
+OPTIMIZER = 0.50
+PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
+STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
+RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
+RANK_LEAST = 0.10  # of a step, by which one rank waits less than the median
+ERRORS = 2.0  # standard errors by which a share lies above its threshold
+WORK = ("forward", "backward", "optimizer", "communication", "replay")
+SOON = "bound"
+WHY = "bound.why"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What held a run back."""
+
+    bound: str  # a word of BOUNDS
+    why: str  # a sentence, with its share and what to do
+    share: float | None = None  # of the time after the first step
+    gain: float | None = None  # times as fast, at most
+
+    def make_tags(self) -> dict[str, str]:
+        """Return the tags of the record."""
+        return {SOON: self.bound, WHY: self.why}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that holds: what it has found, in words, and its share where it has one."""
+
+    text: str
+    advice: str = ""
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one run: its metrics and tags, what is known of its surroundings, and the
+    shares of its time by part, which sum to 1."""
+
+    metrics: Mapping[str, float]
+    profile: Mapping[str, Any]
+    tags: Mapping[str, str]
+    params: Mapping[str, Any]
+    shares: Mapping[str, float] = field(default_factory=dict)
+    steps: float = 0.0
+    loop_s: float = 0.0
+    step_ms: float = 0.0
+
+    def get(self, name: str) -> float:
+        return float(self.metrics.get(name, 0.0))
+
+    def get_share(self, *parts: str) -> float:
+        return sum(self.shares.get(part, 0.0) for part in parts)
+
+    @property
+    def error(self) -> float:
+        """Return the standard error of the share of a phase within a step."""
+        return self.get("time/phase_error_pct") / 100
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether a training of the settings is told of, not a loop of somebody else's."""
+        return "train.batch_size" in self.params
+
+    def find_line(self, state: str, *kinds: str) -> str:
+        """Return the line of the user's code that was seen most often in this state, at one of
+        these kinds of work or any."""
+        for seen in self.profile.get("places", {}).get(state, ()):
+            if seen["line"] and (not kinds or seen["kind"] in kinds):
+                return f", most often at {seen['line']}"
+        return ""
+
+    def find_kind(self, state: str) -> str:
+        """Return the kind of work that was seen most often in this state."""
+        kinds = [seen["kind"] for seen in self.profile.get("places", {}).get(state, ())]
+        return next((kind for kind in kinds if kind != "account"), "")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the table."""
+
+    bound: str
+    what: str  # it tells
+    threshold: str
+    figures: tuple[str, ...]
+    source: str  # of the threshold
+    judge: Callable[[Figures], Finding | None]
+    is_structural: bool = False  # it is told before any share of the time
+
+
+def read_figures(run: Mapping[str, Any]) -> Figures:
+    """Return the figures of a run as its report has it."""
+    metrics = {k: float(v) for k, v in (run.get("metrics") or {}).items() if _is_number(v)}
+    figures = Figures(
+        metrics,
+        run.get("profile") or {},
+        run.get("tags") or {},
+        run.get("params") or {},
+    )
+    steps_s, per_s = metrics.get("time/steps_s", 0.0), metrics.get("speed/steps_per_s", 0.0)
+    loop_s = metrics.get("time/train_model_s", 0.0)
+    for part in ("setup", "first_step", COUNTED):
+        loop_s -= metrics.get(f"time/{part}_s", 0.0)
+    if steps_s <= 0 or per_s <= 0 or loop_s <= 0:
+        return figures
+    loop_s = max(loop_s, steps_s)
+    steps = per_s * (steps_s + metrics.get("time/first_step_s", 0.0)) - 1
+    parts_s = {part: metrics.get(f"time/{part}_s", 0.0) for part in ("eval", "log", "checkpoint")}
+    phases = {
+        phase.name: metrics[phase.metric]
+        for phase in list_phases(PhaseKind.STEP)
+        if phase.metric in metrics
+    }
+    if "replay" in phases:  # the others are of the few steps that were taken plainly
+        phases = {k: v for k, v in phases.items() if k in ("data_wait", "h2d", "replay")}
+    told_ms = sum(phases.values())
+    # Where only some steps were timed, their phases stand for all: scaled, they sum to the steps.
+    scale = steps_s / told_ms if told_ms else 0.0
+    parts_s |= {phase: ms * scale for phase, ms in phases.items()}
+    if not phases:
+        parts_s["steps"] = steps_s
+    parts_s["untold"] = max(
+        0.0, loop_s - steps_s - sum(parts_s[part] for part in ("eval", "log", "checkpoint"))
+    )
+    whole_s = sum(parts_s.values())
+    return Figures(
+        metrics,
+        figures.profile,
+        figures.tags,
+        figures.params,
+        shares={part: seconds / whole_s for part, seconds in parts_s.items()},
+        steps=steps,
+        loop_s=loop_s,
+        step_ms=1000 * steps_s / max(steps, 1.0),
+    )
+
+
+def judge_run(run: Mapping[str, Any]) -> Verdict | None:
+    """Return what held a run back; None of one that has taken no steps, or does not tell."""
+    return judge(read_figures(run))
+
+
+def judge(figures: Figures) -> Verdict | None:
+    """Return the verdict of the first rule that holds: those of the surroundings in the table's
+    order, then that of the largest share."""
+    if not figures.shares:
+        return None
+    if figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S:
+        steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
+        return Verdict(SHORT, f"Too short to tell: {steps}")
+    found = [(rule, rule.judge(figures)) for rule in RULES]
+    held = [(rule, finding) for rule, finding in found if finding is not None]
+    first = [one for one in held if one[0].is_structural]
+    shares = [one for one in held if not one[0].is_structural]
+    shares.sort(key=lambda one: -(one[1].share or 0.0))
+    largest: dict[str, tuple[Rule, Finding]] = {}
+    for one in shares:
+        largest.setdefault(one[0].bound, one)
+    told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
+    beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
+    causes = [*first, *told]
+    if not causes:
+        return _describe_work(figures, beside)
+    rule, finding = causes[0]
+    gain = None if finding.share is None else 1 / max(0.01, 1 - finding.share)
+    sentence = finding.text
+    if gain is not None:
+        sentence += f"; without it up to {_format_gain(gain)}"
+    if finding.advice:
+        sentence += f". {finding.advice}"
+    clauses = [one[1].text for one in (*causes[1:], *beside)][:2]
+    if clauses:
+        sentence += f". Beside it: {'; '.join(_lower(clause) for clause in clauses)}"
+    return Verdict(rule.bound, sentence, finding.share, gain)
+
+
+def _describe_work(figures: Figures, beside: list[tuple[Rule, Finding]]) -> Verdict:
+    """Return the verdict of a run that nothing holds back but its own work, or no single part."""
+    work = figures.get_share(*WORK)
+    parts = sorted(figures.shares.items(), key=lambda one: -one[1])
+    listed = ", ".join(f"{_name(part)} {format_percent(share)}" for part, share in parts[:3])
+    clause = f". Beside it: {_lower(beside[0][1].text)}" if beside else ""
+    others_pct = figures.get("time/core_wait_pct")
+    if others_pct >= 10:
+        clause += f". Others had its cores {others_pct:.0f} % of the time"
+    if work >= 0.75:
+        faster = "a smaller model, " if figures.tags.get("device.kind") != "cpu" else "a GPU, "
+        return Verdict(
+            COMPUTE,
+            f"Nothing stands out: {format_percent(work)} of the time is the model's own work "
+            f"({listed}). Faster by {faster}train.precision bf16 or train.compile on{clause}"
+            if figures.is_own
+            else f"Nothing stands out: {format_percent(work)} of the time is the model's own work "
+            f"({listed}){clause}",
+            work,
+        )
+    return Verdict(MIXED, f"No single part: {listed}{clause}")
+
+
+def _judge_contention(figures: Figures) -> Finding | None:
+    limited_pct, others_pct = (
+        figures.get("time/core_limited_pct"),
+        figures.get("time/core_wait_pct"),
+    )
+    if limited_pct > NOT_FREE:
+        return Finding(
+            f"The limit of its container kept it from its cores {limited_pct:.0f} % of the time",
+            "Raise the limit on processor time, or take fewer threads",
+            limited_pct / 100,
+        )
+    if others_pct > NOT_FREE:
+        return Finding(
+            f"The machine was not free: others had its cores {others_pct:.0f} % of the time",
+            "Train when it is free, or on cores of its own (taskset, a cpuset); its times are no "
+            "measure of the model",
+            min(0.95, others_pct / 100),
+        )
+    return None
+
+
+def _judge_threads(figures: Figures) -> Finding | None:
+    threads, cores = figures.profile.get("threads"), figures.profile.get("cores")
+    own_pct = figures.get("time/core_wait_own_pct")
+    if not threads or not cores or threads <= cores or own_pct <= CROWDED:
+        return None
+    return Finding(
+        f"{threads} threads on {cores} cores: they waited for each other {own_pct:.0f} % of the "
+        "time",
+        f"Take torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
+    )
+
+
+def _judge_host_leak(figures: Figures) -> Finding | None:
+    growth = figures.profile.get("growth", {}).get("memory")
+    if not growth:
+        return None
+    least, first = growth["least"], growth["first"]
+    if least < GROWN_MIB or least < GROWN_SHARE * first:
+        return None
+    change = growth["change"]
+    per_step = change / max(figures.steps, 1.0)
+    held = figures.profile.get("growing", "")
+    return Finding(
+        f"The memory of the process grows: {format_mebibytes(first)} to "
+        f"{format_mebibytes(first + change)}, {1024 * per_step:.3g} KiB a step{held}",
+        "Look for what keeps tensors from step to step: a list of losses keeps their graphs; "
+        "append loss.item() or loss.detach()",
+    )
+
+
+def _judge_device_leak(figures: Figures) -> Finding | None:
+    growth = figures.profile.get("growth", {}).get("device")
+    if not growth or growth["least"] < GROWN_MIB or growth["least"] < GROWN_SHARE * growth["first"]:
+        return None
+    change, first = growth["change"], growth["first"]
+    return Finding(
+        f"What tensors hold on the device grows: {format_mebibytes(first)} to "
+        f"{format_mebibytes(first + change)}",
+        "Look for what keeps tensors from step to step: a list of losses keeps their graphs",
+    )
+
+
+def _judge_memory(figures: Figures) -> Finding | None:
+    retries = figures.get("memory/alloc_retries")
+    if retries <= RETRIES * figures.steps:
+        return None
+    return Finding(
+        f"Memory is short: the allocator freed its cache {retries:.0f} times in "
+        f"{figures.steps:.0f} steps",
+        "Take smaller batches, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+    )
+
+
+def _judge_throttled(figures: Figures) -> Finding | None:
+    if not figures.get("gpu/throttled"):
+        return None
+    return Finding(
+        "The GPU was slowed by heat or power", "See to its cooling and its power limit (nvidia-smi)"
+    )
+
+
+def _judge_slowing(figures: Figures) -> Finding | None:
+    is_busy = figures.get("time/core_wait_pct") >= CLAUSE * 100
+    growths = figures.profile.get("growth", {})
+    growth = growths.get("step_cpu" if is_busy else "step")
+    if not growth or growth["first"] <= 0:
+        return None
+    least = 1 + growth["least"] / growth["first"]
+    if least < SLOWER:
+        return None
+    by_processor = growths.get("step_cpu")
+    if by_processor and by_processor["change"] < 0.5 * (least - 1) * by_processor["first"]:
+        return None  # it waits for longer, and does no more
+    ratio = 1 + growth["change"] / growth["first"]
+    share = (ratio - 1) / (ratio + 1)  # of the time, above what it would be at the first pace
+    line = figures.find_line(BETWEEN) if figures.get_share(BETWEEN) >= TOLD else ""
+    return Finding(
+        f"Steps grow: the last take {ratio:.1f} times as long as the first{line}",
+        "Look for what grows from step to step: the length of the batches, or a list that is "
+        "walked through",
+        share,
+    )
+
+
+def _judge_data(figures: Figures) -> Finding | None:
+    share = figures.get_share("data_wait")
+    workers = _count_workers(figures)
+    if share < CLAUSE or workers > (figures.profile.get("cores") or workers):
+        return None
+    text = f"It waits for data {format_percent(share)} of the time{_describe_wait(figures)}"
+    starts_s = figures.get("time/first_waits_s")
+    if starts_s > STARTS * share * figures.loop_s:
+        return Finding(
+            f"{text}; most of it for the first batch of a pass",
+            "Keep the workers between epochs: persistent_workers=True",
+            share,
+        )
+    state = "data_wait" if figures.find_kind("data_wait") else ""
+    kind = figures.find_kind(state)
+    line = figures.find_line(state, "data", "collate", "code")
+    cores = figures.profile.get("cores") or 1
+    if workers:
+        who = f"its {workers} worker{'s' if workers > 1 else ''} cannot keep up"
+        advice = "Make the rows cheaper: decode or resize them once, beforehand"
+        if workers < cores - 1:
+            advice = f"Take {cores - 1} workers, or make the rows cheaper"
+        return Finding(f"{text}: {who}", advice, share)
+    what = "collate_fn" if kind == "collate" else "the data set"
+    advice = "Do it once, beforehand, or in workers of the loader (num_workers"
+    advice += f"={max(1, cores - 1)})" if cores > 1 else ")"
+    return Finding(f"{text}: {what} is slow{line}", advice, share)
+
+
+def _judge_workers(figures: Figures) -> Finding | None:
+    share = figures.get_share("data_wait")
+    workers, cores = _count_workers(figures), figures.profile.get("cores") or 0
+    if share < CLAUSE or not cores or workers <= cores:
+        return None
+    text = f"It waits for data {format_percent(share)} of the time{_describe_wait(figures)}"
+    return Finding(
+        f"{text}: {workers} workers share {cores} cores",
+        f"Take num_workers={max(1, cores - 1)} and persistent_workers=True",
+        share,
+    )
+
+
+def _judge_transfer(figures: Figures) -> Finding | None:
+    share = figures.get_share("h2d")
+    if share < CLAUSE:
+        return None
+    advice = "Pin the rows (pin_memory=True) and copy with non_blocking=True, or keep them there"
+    return Finding(
+        f"Copies of batches to the device take {format_percent(share)} of the time", advice, share
+    )
+
+
+def _judge_eval(figures: Figures) -> Finding | None:
+    share = figures.get_share("eval")
+    advice = "Evaluate less often, or on fewer rows"
+    if figures.is_own:
+        advice = "Evaluate less often (train.eval_every_steps) or on fewer rows (data.val_fraction)"
+    return _judge_part(share, "Evaluations take", figures.find_line("eval"), advice)
+
+
+def _judge_checkpoint(figures: Figures) -> Finding | None:
+    share = figures.get_share("checkpoint")
+    advice = "Write them less often, or the best alone"
+    if figures.is_own:
+        advice = "Write them less often: checkpoint.every_s"
+    return _judge_part(share, "Checkpoints take", figures.find_line("checkpoint"), advice)
+
+
+def _judge_logging(figures: Figures) -> Finding | None:
+    share = figures.get_share("log")
+    advice = "Log every 50 steps, and tensors without .item(): it waits for the device"
+    return _judge_part(share, "Logging takes", figures.find_line("log"), advice)
+
+
+def _judge_part(share: float, what: str, line: str, advice: str) -> Finding | None:
+    if share < CLAUSE:
+        return None
+    return Finding(f"{what} {format_percent(share)} of the time{line}", advice, share)
+
+
+def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
+    """Return the rule of what lies between the steps and nobody has named, which is of this kind
+    by the lines that were seen there."""
+
+    def judge_kind(figures: Figures) -> Finding | None:
+        share = figures.get_share(BETWEEN, "untold")
+        if share < CLAUSE or _find_between(figures) != bound:
+            return None
+        line = figures.find_line(BETWEEN)
+        garbage = figures.get("time/garbage_s") / figures.loop_s
+        if bound == "python" and garbage > share / 2:
+            return Finding(
+                f"Python's garbage collector takes {format_percent(garbage)} of the time",
+                "Make fewer objects that live from step to step, or call gc.freeze() once they "
+                "are made",
+                garbage,
+            )
+        words = {
+            "python": "Code between the steps takes",
+            "data": "It waits for data",
+            "logging": "Logging takes",
+            "checkpoint": "Checkpoints take",
+            "eval": "Evaluations take",
+            OTHER: "What no phase names takes",
+        }
+        advice = {
+            "python": "Do it less often, or in another process",
+            "data": "Give the loader to run.batches(), which tells more; take workers",
+            "logging": "Log every 50 steps",
+            "checkpoint": "Write them less often",
+            "eval": "Evaluate less often, or on fewer rows",
+        }
+        return Finding(
+            f"{words[bound]} {format_percent(share)} of the time{line}", advice[bound], share
+        )
+
+    return judge_kind
+
+
+def _find_between(figures: Figures) -> str:
+    """Return the word of what is done between the steps."""
+    kinds = {
+        "data": "data",
+        "collate": "data",
+        "workers": "data",
+        "start of workers": "data",
+        "logging": "logging",
+        "checkpoint": "checkpoint",
+        "forward": "eval",
+    }
+    return kinds.get(figures.find_kind(BETWEEN), "python")
+
+
+def _judge_optimizer(figures: Figures) -> Finding | None:
+    optimizer = figures.get_share("optimizer")
+    work = figures.get_share("forward", "backward")
+    if optimizer - ERRORS * figures.error < OPTIMIZER or optimizer <= 1.5 * work:
+        return None
+    return Finding(
+        f"The optimizer takes {format_percent(optimizer)} of the time, more than forward and "
+        f"backward together ({format_percent(work)}){figures.find_line('step', 'optimizer')}",
+        "Take one of torch.optim with foreach=True or fused=True, not a loop over parameters",
+        optimizer,
+    )
+
+
+def _judge_launch(figures: Figures) -> Finding | None:
+    operations, cpu_ms = figures.get("time/step_operations"), figures.get("time/step_cpu_ms")
+    work = figures.get_share(*WORK)
+    if not operations or not cpu_ms or work < 0.5:
+        return None
+    each_us = 1000 * cpu_ms * work / operations
+    if each_us >= PER_OPERATION_US:
+        return None
+    return Finding(
+        f"Its operations are tiny: {operations:,.0f} a step of {each_us:.1f} us of processor time "
+        "each, most of which is the call",
+        "Take larger batches, or torch.compile, or operations on whole tensors",
+    )
+
+
+def _judge_slow_rank(figures: Figures) -> Finding | None:
+    slow = figures.profile.get("slow_rank")
+    if not slow:
+        return None
+    return Finding(
+        f"Rank {slow['rank']} is slow: it takes {format_milliseconds(slow['own_ms'])} of its own "
+        f"a step, the others {format_milliseconds(slow['others_ms'])}, mostly in {slow['phase']}; "
+        "they wait for it",
+        "Look at its rows, its device and what else runs there",
+        slow["share"],
+    )
+
+
+_DRAFT = "measured: the planted causes of benchmarks/verdict.py against healthy runs"
+RULES = (
+    Rule(
+        "contention",
+        "cores taken by others, or by a limit of the container",
+        f"> {NOT_FREE:.0f} % of the time",
+        ("time/core_wait_pct", "time/core_limited_pct"),
+        _DRAFT,
+        _judge_contention,
+    ),
+    Rule(
+        "threads",
+        "more threads than cores",
+        f"threads > cores, and they wait for each other > {CROWDED:.0f} % of the time",
+        ("time/core_wait_own_pct",),
+        _DRAFT,
+        _judge_threads,
+        is_structural=True,
+    ),
+    Rule(
+        "throttled",
+        "a device that heat or power slowed",
+        "once",
+        ("gpu/throttled",),
+        "NVML's reasons for throttling",
+        _judge_throttled,
+        is_structural=True,
+    ),
+    Rule(
+        "memory",
+        "memory that is short: the allocator frees its cache",
+        f"in > {RETRIES:.0%} of the steps",
+        ("memory/alloc_retries",),
+        "a retry empties the cache and waits for the device (PyTorch, CUDA semantics)",
+        _judge_memory,
+        is_structural=True,
+    ),
+    Rule(
+        "device_leak",
+        "memory of the device that grows",
+        f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope",
+        ("memory/allocated_mib",),
+        _DRAFT,
+        _judge_device_leak,
+        is_structural=True,
+    ),
+    Rule(
+        "host_leak",
+        "memory of the process that grows",
+        f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope, and up "
+        "in 7 of 8 parts of the run",
+        ("memory/host_rss_mib",),
+        _DRAFT,
+        _judge_host_leak,
+        is_structural=True,
+    ),
+    Rule(
+        "slow_rank",
+        "a process that the others wait for",
+        f"it waits {RANK_LEAST:.0%} of a step less than the median, by work of its own",
+        ("ranks/NAME_WHICH",),
+        _DRAFT,
+        _judge_slow_rank,
+        is_structural=True,
+    ),
+    Rule(
+        "slowing",
+        "steps that grow over the run",
+        f"the last > {SLOWER} times the first, by the lower bound of the slope; by processor time "
+        "on a busy machine",
+        ("speed/recent_steps_per_s", "time/step_cpu_ms"),
+        _DRAFT,
+        _judge_slowing,
+        is_structural=True,
+    ),
+    Rule(
+        "workers",
+        "more workers of a loader than cores",
+        f"the wait for data >= {TOLD:.0%}, workers > cores",
+        ("time/data_wait_ms",),
+        _DRAFT,
+        _judge_workers,
+    ),
+    Rule(
+        "data",
+        "the wait for data",
+        f">= {TOLD:.0%} of the time",
+        ("time/data_wait_ms", "time/first_waits_s"),
+        _DRAFT,
+        _judge_data,
+    ),
+    Rule(
+        "transfer",
+        "copies to the device",
+        f">= {TOLD:.0%} of the time",
+        ("time/h2d_ms",),
+        _DRAFT,
+        _judge_transfer,
+    ),
+    Rule("eval", "evaluations", f">= {TOLD:.0%}", ("time/eval_s",), _DRAFT, _judge_eval),
+    Rule(
+        "checkpoint",
+        "checkpoints",
+        f">= {TOLD:.0%}",
+        ("time/checkpoint_s",),
+        _DRAFT,
+        _judge_checkpoint,
+    ),
+    Rule("logging", "logging", f">= {TOLD:.0%}", ("time/log_s",), _DRAFT, _judge_logging),
+    *(
+        Rule(
+            bound,
+            f"code between the steps that no phase names, of this kind: {what}",
+            f">= {TOLD:.0%} of the time",
+            ("time/between_ms", "time/unaccounted_pct", "time/garbage_s"),
+            _DRAFT,
+            _judge_between(bound),
+        )
+        for bound, what in (
+            ("python", "Python, its garbage collector included"),
+            ("data", "a loader"),
+            ("logging", "logging"),
+            ("checkpoint", "torch.save"),
+            ("eval", "passes of a model"),
+        )
+    ),
+    Rule(
+        "optimizer",
+        "a slow optimizer",
+        f">= {OPTIMIZER:.0%} of the time, and more than 1.5 times forward and backward",
+        ("time/optimizer_ms",),
+        _DRAFT,
+        _judge_optimizer,
+    ),
+    Rule(
+        "launch",
+        "calls rather than arithmetic",
+        f"< {PER_OPERATION_US:.0f} us of processor time an operation",
+        ("time/step_operations", "time/step_cpu_ms"),
+        _DRAFT,
+        _judge_launch,
+        is_structural=True,
+    ),
+)
+BOUNDS = (*dict.fromkeys(rule.bound for rule in RULES), COMPUTE, MIXED, SHORT)
+
+
+def make_markdown_table() -> str:
+    """Return the rules as a Markdown table."""
+    rows = [
+        f"| `{rule.bound}` | {rule.what} | {rule.threshold} | "
+        f"{', '.join(f'`{name}`' for name in rule.figures)} | {rule.source} |"
+        for rule in RULES
+    ]
+    head = "| bound | what it tells | threshold | figures | source of the threshold |"
+    return "\n".join((head, "|:--|:--|:--|:--|:--|", *rows))
+
+
+def _count_workers(figures: Figures) -> int:
+    return int(figures.profile.get("workers") or 0)
+
+
+def _describe_wait(figures: Figures) -> str:
+    wait_ms = figures.get("time/data_wait_ms")
+    if not wait_ms:
+        return ""
+    return f", {format_milliseconds(wait_ms)} of {format_milliseconds(figures.step_ms)} a step"
+
+
+def _format_gain(gain: float) -> str:
+    return f"{gain:.1f}x as fast" if gain < 10 else f"{gain:.0f}x as fast"
+
+
+def _name(part: str) -> str:
+    return {
+        "data_wait": "data wait",
+        "h2d": "copies",
+        "untold": "untold",
+        "eval": "evaluation",
+    }.get(part, part)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

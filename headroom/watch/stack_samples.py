@@ -1,0 +1,206 @@
+"""Look now and then at where the thread of a loop is: which kind of work it does, by the file of
+the library that it is in, and at which line of the user's code. So a time that was measured gets
+the line that it belongs to. Nothing is asked of the loop, and no object of it is kept. Beside it,
+the seconds that Python's garbage collector takes.
+
+A look comes when the thread gives the interpreter free, which short stretches of Python do at their
+end: what takes how long is for clocks to tell.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+EVERY_S, FIRST_LOOKS, LATER_S = 0.05, 200, 0.25  # between two looks, and after so many of them
+DEEPEST = 400  # frames
+DATA, COLLATE, WORKERS, START = "data", "collate", "workers", "start of workers"
+OPTIMIZER, BACKWARD, FORWARD, CHECKPOINT = "optimizer", "backward", "forward", "checkpoint"
+LOGGING, ACCOUNT, CODE = "logging", "account", "code"
+# What a loop says that it does, beside the parts of a run that it names.
+STEP, BETWEEN = "step", "between"
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")}
+)
+_KINDS = {  # by a part of the path of a file
+    "/torch/utils/data/": DATA,
+    "/torch/optim/": OPTIMIZER,
+    "/torch/autograd/": BACKWARD,
+    "/torch/serialization.py": CHECKPOINT,
+    "/torch/distributed/checkpoint/": CHECKPOINT,
+    "/safetensors/": CHECKPOINT,
+    "/logging/__init__.py": LOGGING,
+    "/tensorboard/": LOGGING,
+    "/wandb/": LOGGING,
+    "/mlflow/": LOGGING,
+    "/matplotlib/": LOGGING,
+    "/torch/nn/modules/module.py": FORWARD,
+}
+_LOADER = "/torch/utils/data/dataloader.py"
+_WAITS = ("_get_data", "_try_get_data")
+_STARTS = ("__init__", "_reset", "_shutdown_workers")
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def describe(self) -> str:
+        """Return the place in words, with the line where it can be read."""
+        text = linecache.getline(self.file, self.line).strip()
+        name = os.path.basename(self.file)
+        return f"{name}:{self.line}" + (f" `{text[:60]}`" if text else "")
+
+
+class Look(NamedTuple):
+    """What the thread was at: what the loop says that it does, the kind of work, and the line."""
+
+    state: str
+    kind: str
+    place: Place | None
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How often each was seen."""
+
+    seen: dict[Look, int]
+
+    def describe(self) -> dict[str, list[dict[str, Any]]]:
+        """Return by state the kinds of work that were seen there, the most frequent first: each
+        with how often, and its most frequent line in words, empty where none was seen twice."""
+        kinds: dict[str, Counter[str]] = defaultdict(Counter)
+        places: dict[tuple[str, str], Counter[Place]] = defaultdict(Counter)
+        for look, times in self.seen.items():
+            kinds[look.state][look.kind] += times
+            if look.place is not None:
+                places[look.state, look.kind][look.place] += times
+        described = {}
+        for state, counted in kinds.items():
+            described[state] = [
+                {"kind": kind, "looks": times, "line": _describe_best(places[state, kind])}
+                for kind, times in counted.most_common()
+            ]
+        return described
+
+
+def _describe_best(places: Counter[Place]) -> str:
+    if not places:
+        return ""
+    place, times = places.most_common(1)[0]
+    return place.describe() if times > 1 else ""
+
+
+class StackSampler:
+    """Looks at the thread that has made it, from `start` to `stop`, and times the collector."""
+
+    def __init__(self) -> None:
+        self.state = ""  # what the loop says that it does
+        self.garbage_s = 0.0
+        self._watched = threading.get_ident()
+        self._seen: Counter[Look] = Counter()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._garbage_began = 0.0
+
+    def start(self) -> None:
+        """Begin to look, in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="headroom-looks", daemon=True)
+        self._thread.start()
+        gc.callbacks.append(self._time_garbage)
+
+    def stop(self) -> None:
+        """Look no more. It may be called again."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._is_over.set()
+        if self._time_garbage in gc.callbacks:
+            gc.callbacks.remove(self._time_garbage)
+        thread.join(timeout=1)
+
+    def summarize(self) -> Looks:
+        """Return what was seen so far."""
+        return Looks(dict(self._seen))
+
+    def _run(self) -> None:
+        looks = 0
+        while not self._is_over.wait(EVERY_S if looks < FIRST_LOOKS else LATER_S):
+            weight = 1 if looks < FIRST_LOOKS else round(LATER_S / EVERY_S)
+            looks += 1
+            state, positions = self.state, _list_positions(self._watched)
+            if not positions:  # the thread has ended
+                return
+            self._seen[Look(state, *describe_positions(positions))] += weight
+
+    def _time_garbage(self, phase: str, _: dict[str, int]) -> None:
+        if threading.get_ident() != self._watched:
+            return
+        if phase == "start":
+            self._garbage_began = perf_counter()
+        elif self._garbage_began:
+            self.garbage_s += perf_counter() - self._garbage_began
+
+
+def _list_positions(thread: int) -> list[Place]:
+    """Return where each frame of a thread is, the innermost first; no frame is kept."""
+    positions: list[Place] = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None and len(positions) < DEEPEST:
+        positions.append(Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return positions
+
+
+def describe_positions(positions: list[Place]) -> tuple[str, Place | None]:
+    """Return the kind of work of a thread that is there, and the innermost line of the user's code,
+    if any."""
+    kind, own = "", None
+    is_collated = False
+    for position in positions:
+        file = position.file
+        if file.startswith(_HERE):
+            kind = kind or ACCOUNT
+        elif file.startswith(_LIBRARIES) or "/site-packages/" in file:
+            of_file = _choose_kind(position)
+            # A model that is called by something else is that; so is all that a loader does.
+            if of_file and (kind in ("", FORWARD) or of_file in (DATA, WORKERS, START)):
+                kind = kind if kind in (WORKERS, START) else of_file
+            is_collated |= position.function == "fetch" and "collate_fn" in _read_line(position)
+        elif own is None and not file.startswith("<"):
+            own = position
+    if kind == DATA and is_collated:
+        kind = COLLATE
+    if (
+        not kind
+        and own is not None
+        and any(word in _read_line(own) for word in ("print(", ".write(", "log(", "logger."))
+    ):
+        kind = LOGGING
+    return kind or CODE, own
+
+
+def _choose_kind(position: Place) -> str:
+    if position.file.endswith(_LOADER):
+        if position.function in _WAITS:
+            return WORKERS
+        if position.function in _STARTS:
+            return START
+    return next((kind for part, kind in _KINDS.items() if part in position.file), "")
+
+
+def _read_line(place: Place) -> str:
+    return linecache.getline(place.file, place.line)
