@@ -6,7 +6,8 @@ with its cause and without, held against what it knows by clocks of its own; and
 `python -m benchmarks.verdict [--kinds told plain ours] [--only NAME ...] [--keep FOLDER]` prints
 the tables and keeps them in benchmarks/results; `--healthy N` adds that of N healthy runs.
 `--figures` shows what is measured of each loop beside its own clocks. FOLDER keeps what a process
-has said, and what lies there is not run again. `--checkout` is the project whose verdict it is.
+has said, and what lies there is not run again; `--again` judges it by the rules as they are now.
+`--checkout` is the project whose verdict it is.
 TraceML stands beside it where `--traceml` names the folder that it was installed into.
 """
 
@@ -33,6 +34,7 @@ from benchmarks.conditions import publish
 from benchmarks.healthy_runs import KINDS
 from benchmarks.planted_causes import CAUSES, OTHERS_CODE, SECONDS, Cause
 from benchmarks.planted_trainings import TRAININGS
+from headroom.report.verdict import judge_run
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "planted_causes.py")
@@ -116,6 +118,7 @@ class Runner:
     checkout: Path
     seconds: float
     traceml: Path | None
+    again: bool  # runs are judged anew, by the rules as they are now
 
     def run(self, name: str, kind: str, *, is_planted: bool) -> Outcome | None:
         """Return what the loop, or the training, said; None where it came to nothing."""
@@ -158,7 +161,14 @@ class Runner:
     ) -> Outcome | None:
         if not out.exists():
             self._start(command, out, env)
-        return Outcome(**json.loads(out.read_text())) if out.exists() else None
+        if not out.exists():
+            return None
+        found = Outcome(**json.loads(out.read_text()))
+        verdict = judge_run(found.run) if self.again and found.run else None
+        if verdict is None:
+            return found
+        tags = {**found.tags, **verdict.make_tags()}
+        return Outcome(found.truth, {**found.run, "tags": tags})
 
     def trace(self, name: str) -> str:
         """Return what TraceML says of the loop: its verdict, the reason and what to do next."""
@@ -240,13 +250,15 @@ def main() -> None:
     asked.add_argument("--keep", type=Path)
     asked.add_argument("--checkout", type=Path, default=HERE.parent)
     asked.add_argument("--traceml", type=Path)
+    asked.add_argument("--again", action="store_true")
     asked.add_argument("--figures", action="store_true")
     asked.add_argument("--device", default="cpu")
     given = asked.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (given.keep or Path(scratch)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        runner = Runner(folder, given.checkout.absolute(), given.seconds, given.traceml)
+        root, seconds, traceml = given.checkout.absolute(), given.seconds, given.traceml
+        runner = Runner(folder, root, seconds, traceml, given.again)
         if given.figures:
             for kind in given.kinds:
                 for line in _compare_figures(runner, _list_causes(kind, given), kind):
