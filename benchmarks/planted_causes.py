@@ -110,6 +110,11 @@ class Play:
         self._watch = Watch()
         self._steps, self._ends = 0, list[float]()
 
+    @property
+    def is_training(self) -> bool:
+        """Return whether the loop has begun and not ended."""
+        return bool(self._ends) and not self.truth.loop_s
+
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the time within to this part of the loop."""
@@ -364,7 +369,7 @@ def garbage(play: Play) -> None:
     def time_collection(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             began[0] = perf_counter()
-        else:
+        elif play.is_training:
             play.truth.planted_s += perf_counter() - began[0]
 
     def make(step: int) -> None:

@@ -51,6 +51,7 @@ NOTES = """
 - right words: those that are right, the best one first. Its clock: per cent of the loop that the
   cause took, by clocks of the loop that know nothing of Headroom; of causes that no clock is
   around, what the loop gains without them. within: the share told is at most 10 points off.
+- right, second: the word is contention, which is so, and the cause is named after it.
 - sentence: names what the planted code is, by a pattern.
 - gain: rows a second without the cause over those with it. holds: it is at most the promised one
   (5 % are the clock's), and at least half of that. (busy): others had more than 0.3 cores.
@@ -59,6 +60,7 @@ NOTES = """
 BUSY_CORES = 0.3  # that others had, from which a machine was not free
 POINTS, SLACK = 10.0, 1.05  # that a share may be off; what a gain may be above the promised one
 TRACEML_SAYS = ("Verdict", "Why", "Next")
+BESIDE = "Beside it: "  # begins what a verdict names after its first cause
 PARTS = ("data", "forward", "backward", "optimizer", "beside")
 # How the record calls the parts that a loop times by its own clocks.
 STEP_METRICS = {
@@ -98,6 +100,21 @@ class Outcome:
     @property
     def why(self) -> str:
         return self.tags.get("bound.why", "")
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether others had cores of the machine meanwhile."""
+        return self.truth["others"] > BUSY_CORES
+
+    def is_right(self, cause: Cause) -> bool:
+        """Return whether the word is one of the cause's."""
+        return self.bound in cause.words
+
+    def is_right_beside(self, cause: Cause) -> bool:
+        """Return whether it says first that others had the cores, which is so, and then names the
+        cause."""
+        names_it = re.search(cause.says, self.why, re.IGNORECASE)
+        return self.bound == "contention" and self.is_shared and bool(names_it)
 
     def compute_share(self, of: str) -> float:
         """Return the per cent of the loop that this part took by its own clocks."""
@@ -342,7 +359,7 @@ def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[s
         "within | gain promised | measured | holds | without it | TraceML |"
     )
     yield "|:--|:--|--:|:--|:--|:--|--:|:--|--:|--:|:--|:--|:--|"
-    right = total = clean = 0
+    right = beside = total = clean = 0
     for name in names:
         cause = TRAININGS[name].cause if kind == OURS else CAUSES[name]
         found = runner.run(name, kind, is_planted=True)
@@ -351,27 +368,34 @@ def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[s
             yield f"| {name} | failed |"
             continue
         total += 1
-        right += found.bound in cause.words
+        right += found.is_right(cause)
+        beside += not found.is_right(cause) and found.is_right_beside(cause)
         clean += without.bound not in cause.words or without.bound in HEALTHY
         yield _judge(name, cause, found, without, runner.trace(name) if kind == "told" else "")
-    yield from ("", f"Right: {right} of {total}. Without the cause it is told of {total - clean}.")
+    yield ""
+    yield (
+        f"Right: {right} of {total}, and {beside} after the others who had the cores. Without the "
+        f"cause it is told of {total - clean}."
+    )
 
 
 def _judge(name: str, cause: Cause, found: Outcome, without: Outcome, other: str) -> str:
     gain = without.rows_per_s / max(found.rows_per_s, 1e-9)
     share = 100 * (1 - 1 / gain) if cause.of == "gain" else found.compute_share(cause.of)
-    said, promised = read_share(found.why), read_gain(found.why)
     names_it = bool(re.search(cause.says, found.why, re.IGNORECASE))
+    told = found.why.partition(BESIDE)[2] if found.is_right_beside(cause) else found.why
+    said, promised = read_share(told), read_gain(told)
     is_within = said is not None and abs(said - share) <= POINTS
     holds = promised is not None and gain <= promised * SLACK and gain - 1 >= (promised - 1) / 2
-    is_busy = max(found.truth["others"], without.truth["others"]) > BUSY_CORES
+    is_busy = found.is_shared or without.is_shared
+    right = "second" if found.is_right_beside(cause) else "**no**"
     return " | ".join(
         (
             f"| {name}",
             " ".join(cause.words),
             f"{share:.0f}" if cause.of else "",
             found.bound or "-",
-            _mark(found.bound in cause.words, found.bound),
+            "-" if not found.bound else "yes" if found.is_right(cause) else right,
             (_mark(names_it, found.why) + f": {found.why}") if found.why else "-",
             "-" if said is None else f"{said:.0f}",
             _mark(is_within, said if cause.of else None),
@@ -397,8 +421,7 @@ def _judge_healthy(runner: Runner, count: int) -> Iterator[str]:
             said[kind][is_busy].append("failed")
             continue
         total += 1
-        is_shared = is_busy or found.truth["others"] > BUSY_CORES
-        right = (*HEALTHY, "") + (("contention",) if is_shared else ())
+        right = (*HEALTHY, "") + (("contention",) if is_busy or found.is_shared else ())
         said[kind][is_busy].append(found.bound or "-")
         if found.bound not in right:
             false[kind][is_busy] += 1
