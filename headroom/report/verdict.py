@@ -30,7 +30,7 @@ RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
 RANK_LEAST = 0.10  # of a step, by which one rank waits less than the median
 ERRORS = 2.0  # standard errors by which a share lies above its threshold
 WORK = ("forward", "backward", "optimizer", "communication", "replay")
-SOON = "bound"
+BOUND = "bound"
 WHY = "bound.why"
 
 
@@ -45,7 +45,7 @@ class Verdict:
 
     def make_tags(self) -> dict[str, str]:
         """Return the tags of the record."""
-        return {SOON: self.bound, WHY: self.why}
+        return {BOUND: self.bound, WHY: self.why}
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,8 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             for metrics, step in found:
                 curves, age_s = self._make_curves(metrics, step)
                 lines.append((curves, step, age_s))
+            if self._loop is not None and not self._loop.is_deaf:
+                self._judge_so_far(self._loop.accounts)
             try:
                 self._journal.log_steps(lines)
             except JournalError as full:

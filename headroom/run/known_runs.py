@@ -171,6 +171,7 @@ class LiveRun:
     stage: str = "starting"
     waits_for: str = ""
     device: str = ""
+    bound: str = ""  # what holds it back so far, in a sentence
     steps: int = 0
     epochs: int = 0
     peak_mib: float = 0.0  # where no curve has it
@@ -348,6 +349,7 @@ class KnownRun:
     peak_mib: float | None = None
     is_peak_lower_bound: bool = False
     reason: str = ""  # why it ended as it did
+    bound: str = ""  # what held it back, in a sentence
     unsent: str = ""  # why MLflow has not got all of it
     resume: str = ""  # the command that goes on with it
     began_at: float | None = None  # Unix time
@@ -395,6 +397,7 @@ def _make_live_run(live: LiveRun) -> KnownRun:
         user=find_owner(live),
         pid=live.pid,
         device=live.device,
+        bound=live.bound,
         waits_for=live.waits_for,
         steps=live.steps or None,
         epochs=live.epochs or None,
@@ -432,6 +435,7 @@ def read_run_folder(folder: Path) -> KnownRun | None:
         pid=start.pid or None,
         device=str(tags.get("device") or read_json(folder / "device.json").get("name") or ""),
         reason=" ".join(str(reason).split()),
+        bound=str(tags.get("bound.why") or ""),
         unsent="" if is_alive or not end else _explain_unsent(folder),
         steps=start.steps or None,
         epochs=start.epochs or None,

@@ -11,12 +11,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from time import monotonic
 from typing import Any, Self
 
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact_nested
-from headroom.report.verdict import judge_run
+from headroom.report.verdict import Verdict, judge_run
 from headroom.run.failures import Failure
 from headroom.run.findings import Findings, RunClock
 from headroom.run.gate import compare_with_history
@@ -33,9 +34,11 @@ from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import GateConfig
 from headroom.tracking.journal import ONCE, Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from headroom.watch.accounts import Accounts
 from headroom.watch.step_metrics import AGE_S
 
 log = logging.getLogger(__name__)
+JUDGE_AFTER_S, JUDGE_EVERY_S = 60.0, 120.0  # what holds a run back is told while it trains
 
 
 class Recording:
@@ -63,6 +66,7 @@ class Recording:
         self._journal.put_back = self._put_back
         self._held = ExitStack()
         self._live = Announcement(claim.folder, claim.name)
+        self._judges_at_s = monotonic() + JUDGE_AFTER_S
 
     @property
     def folder(self) -> Any:
@@ -105,6 +109,24 @@ class Recording:
         """Keep the metrics of a step: a loop's one seam."""
         curves, age_s = self._make_curves(metrics, step)
         self._journal.log(curves, step, age_s=age_s)
+
+    def _judge_so_far(self, accounts: Accounts | None) -> Verdict | None:
+        """Return what holds the run back so far, where it is time to say it, and announce it."""
+        now_s = monotonic()
+        if accounts is None or now_s < self._judges_at_s:
+            return None
+        self._judges_at_s = now_s + JUDGE_EVERY_S
+        verdict = judge_run(
+            {
+                "metrics": accounts.summarize_so_far(),
+                "profile": accounts.describe(),
+                "params": self.params,
+                "tags": self._found.tags,
+            }
+        )
+        if verdict is not None:
+            self._live.tell(bound=verdict.why)
+        return verdict
 
     def _make_curves(
         self, metrics: Mapping[str, float], step: int
