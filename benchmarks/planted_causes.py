@@ -485,11 +485,12 @@ def many_threads(play: Play) -> None:
 
 
 # Starts processes that compute as long as another one lives, and that are nobody's children.
-OTHERS_CODE = """
+OTHERS_CODE = r"""
 import os, subprocess, sys
 code = f"import os\nwhile True: os.kill({sys.argv[1]}, 0); sum(range(300000))"
 for _ in range(int(sys.argv[2])):
-    print(subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL).pid)
+    none = subprocess.DEVNULL
+    print(subprocess.Popen([sys.executable, "-c", code], stdout=none, stderr=none).pid)
 """
 
 
