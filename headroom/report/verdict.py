@@ -127,11 +127,14 @@ def read_figures(run: Mapping[str, Any]) -> Figures:
     loop_s = metrics.get("time/train_model_s", 0.0)
     for part in ("setup", "first_step", COUNTED):
         loop_s -= metrics.get(f"time/{part}_s", 0.0)
+    saved_s = float(figures.profile.get("saved_s", 0.0))  # the model's files, once at the end
+    loop_s -= saved_s
     if steps_s <= 0 or per_s <= 0 or loop_s <= 0:
         return figures
     loop_s = max(loop_s, steps_s)
     steps = per_s * (steps_s + metrics.get("time/first_step_s", 0.0)) - 1
     parts_s = {part: metrics.get(f"time/{part}_s", 0.0) for part in ("eval", "log", "checkpoint")}
+    parts_s["checkpoint"] = max(0.0, parts_s["checkpoint"] - saved_s)
     phases = {
         phase.name: metrics[phase.metric]
         for phase in list_phases(PhaseKind.STEP)

@@ -286,8 +286,9 @@ class Accounts:
             metrics["time/step_cpu_ms"] = 1000 * self.watch.cpu_seconds["steps"] / steps
             if self.workers:
                 metrics["time/workers_cpu_ms"] = 1000 * self.cores.read_workers_s() / steps
-        if self.phases.operations:
-            metrics["time/step_operations"] = float(self.phases.operations)
+        operations = self.phases.operations or 2 * self.phases.nodes
+        if operations:
+            metrics["time/step_operations"] = float(operations)
         if self.first_waits_s:
             metrics["time/first_waits_s"] = self.first_waits_s
         if self.looks.garbage_s:

@@ -339,6 +339,7 @@ class Phases:
         self._once: set[str] = set()
         self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
         self.operations = 0  # of a counted step
+        self.nodes = 0  # of the graph of a step, where none is counted
         self.watched = Watched.NOT
 
     def begin(self, step: int, *, is_log_point: bool) -> None:
