@@ -560,8 +560,8 @@ def longer_sequences(play: Play) -> None:
 
     def make() -> Iterator[Any]:
         for step in range(100_000):
-            longest = 8 + min(120, step // 3) if play.is_planted else 8
-            yield torch.randint(0, 100, (BATCH, longest)), torch.arange(BATCH) % 10
+            longest = 8 + min(120, step) if play.is_planted else 8
+            yield torch.randint(0, 100, (64, longest)), torch.arange(64) % 10
 
     play.train(make(), net, _adamw(net))
 
@@ -569,8 +569,8 @@ def longer_sequences(play: Play) -> None:
 class _Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.read = nn.Embedding(100, 64), nn.GRU(64, 64, batch_first=True)
-        self.last = nn.Linear(64, 10)
+        self.embed, self.read = nn.Embedding(100, 128), nn.GRU(128, 128, batch_first=True)
+        self.last = nn.Linear(128, 10)
 
     def forward(self, ids: Tensor) -> Tensor:
         scored: Tensor = self.last(self.read(self.embed(ids))[0][:, -1])
@@ -583,7 +583,7 @@ def growing_list(play: Play) -> None:
 
     def walk(step: int) -> None:
         with play.planted():
-            history.extend([float(step)] * (1500 if play.is_planted else 0))
+            history.extend([float(step)] * (4000 if play.is_planted else 0))
             sum(value * 0.5 for value in history)
 
     play.train(_repeat(_images()), net, _adamw(net), after=walk)
