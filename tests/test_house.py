@@ -282,6 +282,7 @@ def _rooms() -> Iterator[str]:
 def _generated() -> dict[str, dict[str, str]]:
     """Of each page its generated parts, by the names that stand in its comments."""
     from headroom.base.names import make_markdown_tables
+    from headroom.report.verdict import make_markdown_table as make_rules_table
     from headroom.settings.table import make_arguments_table, make_markdown_table
 
     house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
@@ -292,6 +293,7 @@ def _generated() -> dict[str, dict[str, str]]:
             "arguments": make_arguments_table().strip(),
         },
         "metrics.md": make_markdown_tables(),
+        "verdict.md": {"rules": make_rules_table()},
     }
 
 
@@ -303,7 +305,7 @@ def _with_parts(page: str, parts: dict[str, str]) -> str:
     return page
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "settings.md", "metrics.md"])
+@pytest.mark.parametrize("page", ["architecture.md", "settings.md", "metrics.md", "verdict.md"])
 def test_the_pages_show_the_house_the_settings_and_the_names_as_they_are(page: str) -> None:
     """Lines come and go with each change: those are told within a fifth."""
     told = (ROOT / "docs" / page).read_text()

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
 
-SHORT, COMPUTE, MIXED = "short", "compute", "mixed"
+SHORT, COMPUTE, MIXED, CONTENTION = "short", "compute", "mixed", "contention"
 LEAST_STEPS, LEAST_S = 50, 3.0
 TOLD, CLAUSE = 0.20, 0.10  # shares of the time: of a cause, and of a clause beside it
 NOT_FREE = 25.0  # per cent of the time in which others had the cores
@@ -108,7 +109,7 @@ class Rule:
     bound: str
     what: str  # it tells
     threshold: str
-    figures: tuple[str, ...]
+    figures: str  # it reads, beside others
     source: str  # of the threshold
     judge: Callable[[Figures], Finding | None]
     is_structural: bool = False  # it is told before any share of the time
@@ -187,6 +188,7 @@ def judge(figures: Figures) -> Verdict | None:
         largest.setdefault(one[0].bound, one)
     told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
+    told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
     causes = [*first, *told]
     if not causes:
         return _describe_work(figures, beside)
@@ -505,13 +507,13 @@ def _judge_slow_rank(figures: Figures) -> Finding | None:
     )
 
 
-_DRAFT = "measured: the planted causes of benchmarks/verdict.py against healthy runs"
+_DRAFT = "benchmarks/verdict.py: planted causes against healthy runs"
 RULES = (
     Rule(
-        "contention",
+        CONTENTION,
         "cores taken by others, or by a limit of the container",
         f"> {NOT_FREE:.0f} % of the time",
-        ("time/core_wait_pct", "time/core_limited_pct"),
+        "time/core_wait_pct, time/core_limited_pct",
         _DRAFT,
         _judge_contention,
     ),
@@ -519,7 +521,7 @@ RULES = (
         "threads",
         "more threads than cores",
         f"threads > cores, and they wait for each other > {CROWDED:.0f} % of the time",
-        ("time/core_wait_own_pct",),
+        "time/core_wait_own_pct",
         _DRAFT,
         _judge_threads,
         is_structural=True,
@@ -528,7 +530,7 @@ RULES = (
         "throttled",
         "a device that heat or power slowed",
         "once",
-        ("gpu/throttled",),
+        "gpu/throttled",
         "NVML's reasons for throttling",
         _judge_throttled,
         is_structural=True,
@@ -537,7 +539,7 @@ RULES = (
         "memory",
         "memory that is short: the allocator frees its cache",
         f"in > {RETRIES:.0%} of the steps",
-        ("memory/alloc_retries",),
+        "memory/alloc_retries",
         "a retry empties the cache and waits for the device (PyTorch, CUDA semantics)",
         _judge_memory,
         is_structural=True,
@@ -546,7 +548,7 @@ RULES = (
         "device_leak",
         "memory of the device that grows",
         f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope",
-        ("memory/allocated_mib",),
+        "memory/allocated_mib",
         _DRAFT,
         _judge_device_leak,
         is_structural=True,
@@ -556,7 +558,7 @@ RULES = (
         "memory of the process that grows",
         f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope, and up "
         "in 7 of 8 parts of the run",
-        ("memory/host_rss_mib",),
+        "memory/host_rss_mib",
         _DRAFT,
         _judge_host_leak,
         is_structural=True,
@@ -565,7 +567,7 @@ RULES = (
         "slow_rank",
         "a process that the others wait for",
         f"it waits {RANK_LEAST:.0%} of a step less than the median, by work of its own",
-        ("ranks/NAME_WHICH",),
+        "ranks/NAME_WHICH",
         _DRAFT,
         _judge_slow_rank,
         is_structural=True,
@@ -575,7 +577,7 @@ RULES = (
         "steps that grow over the run",
         f"the last > {SLOWER} times the first, by the lower bound of the slope; by processor time "
         "on a busy machine",
-        ("speed/recent_steps_per_s", "time/step_cpu_ms"),
+        "speed/recent_steps_per_s, time/step_cpu_ms",
         _DRAFT,
         _judge_slowing,
         is_structural=True,
@@ -584,7 +586,7 @@ RULES = (
         "workers",
         "more workers of a loader than cores",
         f"the wait for data >= {TOLD:.0%}, workers > cores",
-        ("time/data_wait_ms",),
+        "time/data_wait_ms",
         _DRAFT,
         _judge_workers,
     ),
@@ -592,7 +594,7 @@ RULES = (
         "data",
         "the wait for data",
         f">= {TOLD:.0%} of the time",
-        ("time/data_wait_ms", "time/first_waits_s"),
+        "time/data_wait_ms, time/first_waits_s",
         _DRAFT,
         _judge_data,
     ),
@@ -600,26 +602,26 @@ RULES = (
         "transfer",
         "copies to the device",
         f">= {TOLD:.0%} of the time",
-        ("time/h2d_ms",),
+        "time/h2d_ms",
         _DRAFT,
         _judge_transfer,
     ),
-    Rule("eval", "evaluations", f">= {TOLD:.0%}", ("time/eval_s",), _DRAFT, _judge_eval),
+    Rule("eval", "evaluations", f">= {TOLD:.0%}", "time/eval_s", _DRAFT, _judge_eval),
     Rule(
         "checkpoint",
         "checkpoints",
         f">= {TOLD:.0%}",
-        ("time/checkpoint_s",),
+        "time/checkpoint_s",
         _DRAFT,
         _judge_checkpoint,
     ),
-    Rule("logging", "logging", f">= {TOLD:.0%}", ("time/log_s",), _DRAFT, _judge_logging),
+    Rule("logging", "logging", f">= {TOLD:.0%}", "time/log_s", _DRAFT, _judge_logging),
     *(
         Rule(
             bound,
             f"code between the steps that no phase names, of this kind: {what}",
             f">= {TOLD:.0%} of the time",
-            ("time/between_ms", "time/unaccounted_pct", "time/garbage_s"),
+            "time/between_ms, time/unaccounted_pct, time/garbage_s",
             _DRAFT,
             _judge_between(bound),
         )
@@ -635,7 +637,7 @@ RULES = (
         "optimizer",
         "a slow optimizer",
         f">= {OPTIMIZER:.0%} of the time, and more than 1.5 times forward and backward",
-        ("time/optimizer_ms",),
+        "time/optimizer_ms",
         _DRAFT,
         _judge_optimizer,
     ),
@@ -643,7 +645,7 @@ RULES = (
         "launch",
         "calls rather than arithmetic",
         f"< {PER_OPERATION_US:.0f} us of processor time an operation",
-        ("time/step_operations", "time/step_cpu_ms"),
+        "time/step_operations, time/step_cpu_ms",
         _DRAFT,
         _judge_launch,
         is_structural=True,
@@ -656,7 +658,7 @@ def make_markdown_table() -> str:
     """Return the rules as a Markdown table."""
     rows = [
         f"| `{rule.bound}` | {rule.what} | {rule.threshold} | "
-        f"{', '.join(f'`{name}`' for name in rule.figures)} | {rule.source} |"
+        f"`{rule.figures.replace(', ', '`, `')}` | {rule.source} |"
         for rule in RULES
     ]
     head = "| bound | what it tells | threshold | figures | source of the threshold |"
@@ -692,4 +694,4 @@ def _lower(text: str) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

@@ -6,6 +6,7 @@ knows no settings, and neither Prefect nor MLflow.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Self
 
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
-from headroom.process.redaction import redact_nested
+from headroom.process.redaction import redact, redact_nested
 from headroom.report.verdict import Verdict, judge_run
 from headroom.run.failures import Failure
 from headroom.run.findings import Findings, RunClock
@@ -116,17 +117,26 @@ class Recording:
         if accounts is None or now_s < self._judges_at_s:
             return None
         self._judges_at_s = now_s + JUDGE_EVERY_S
-        verdict = judge_run(
-            {
-                "metrics": accounts.summarize_so_far(),
-                "profile": accounts.describe(),
-                "params": self.params,
-                "tags": self._found.tags,
-            }
-        )
+        try:
+            so_far = {"metrics": accounts.summarize_so_far(), "profile": accounts.describe()}
+            verdict = judge_run({**so_far, "params": self.params, "tags": self._found.tags})
+        except Exception:  # the training is worth more than a sentence about it
+            log.warning("what holds this run back could not be told", exc_info=True)
+            self._judges_at_s = math.inf
+            return None
         if verdict is not None:
-            self._live.tell(bound=verdict.why)
+            self._live.tell(bound=redact(verdict.why))
         return verdict
+
+    def _judge(self) -> None:
+        """Keep what held the run back, as tags."""
+        try:
+            verdict = judge_run(self.run)
+        except Exception:
+            log.warning("what held this run back could not be told", exc_info=True)
+            return
+        if verdict is not None:
+            self.run["tags"] |= verdict.make_tags()
 
     def _make_curves(
         self, metrics: Mapping[str, float], step: int
@@ -236,9 +246,7 @@ class Recording:
             **self._found.make_report(),
         }
         self.run["metrics"]["time/total_s"] = before_s + self._clock.total_s()
-        verdict = judge_run(self.run)
-        if verdict is not None:
-            self.run["tags"] |= verdict.make_tags()
+        self._judge()
         if not self._found.failure and not self._found.stopped:
             self.run |= self._compare()
         self.run = redact_nested(self.run)

@@ -48,6 +48,7 @@ BESIDE = [phase.name for phase in names.list_phases(names.PhaseKind.TRAINING) if
 READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 EARLY_STEPS = 200  # of which more are timed, since a short run has no others
 PENDING = 100  # metrics on the device that may wait for a log point
+LEAF = "torch::autograd::AccumulateGrad"  # a node of a graph that computes nothing
 NODES = 20_000  # of a graph that are counted
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
@@ -810,7 +811,7 @@ def _count_nodes(outputs: Iterable[Tensor]) -> int:
         if node is not None and node not in seen:
             seen.add(node)
             open_nodes += [before for before, _ in node.next_functions]
-    return len(seen)
+    return sum(node.name() != LEAF for node in seen)
 
 
 def _is_sampled(step: int) -> bool:

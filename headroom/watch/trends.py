@@ -9,7 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 MOST = 128  # readings that are kept; of more, neighbours become one
-LEAST = 12  # readings, below which nothing is said
+LEAST = 9  # readings, below which nothing is said
 SURE = 2.576  # standard deviations: 99 % of the slopes of what does not change lie within
 
 
