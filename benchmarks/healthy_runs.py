@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-SECONDS, STEPS, MOST_S = 4.0, 80, 25.0  # of a loop: both, and at most so long
+SECONDS, STEPS, MOST_S = 4.0, 80, 12.0  # of a loop: both, and at most so long
 Batch = tuple[Tensor, Tensor]
 
 

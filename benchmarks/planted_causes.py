@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-SECONDS, STEPS, MOST = 8.0, 60, 3.0  # a loop ends when it has had both, or so often the seconds
+SECONDS, STEPS, MOST = 8.0, 60, 2.0  # a loop ends when it has had both, or so often the seconds
 WATCHES = ("told", "plain", "traceml", "nothing")
 BATCH = 16
 Compute = Callable[[nn.Module, Any], Tensor]
@@ -560,7 +560,7 @@ def longer_sequences(play: Play) -> None:
 
     def make() -> Iterator[Any]:
         for step in range(100_000):
-            longest = 8 + min(120, step) if play.is_planted else 8
+            longest = 8 + min(120, step // 2) if play.is_planted else 8
             yield torch.randint(0, 100, (64, longest)), torch.arange(64) % 10
 
     play.train(make(), net, _adamw(net))
@@ -583,7 +583,7 @@ def growing_list(play: Play) -> None:
 
     def walk(step: int) -> None:
         with play.planted():
-            history.extend([float(step)] * (4000 if play.is_planted else 0))
+            history.extend([float(step)] * (2000 if play.is_planted else 0))
             sum(value * 0.5 for value in history)
 
     play.train(_repeat(_images()), net, _adamw(net), after=walk)
@@ -630,13 +630,15 @@ def copies(play: Play) -> None:
 class Cause:
     """What a verdict has to say of a loop. words: those that are right, the best one first. says:
     a pattern of what the sentence must name. of: where its time shows by the loop's own clocks,
-    `planted`, a part, or what is gained without the cause. ranks: processes."""
+    `planted`, a part, or what is gained without the cause. ranks: processes. patience: as many
+    times as long as others it is trained, since it is seen by how the run changes."""
 
     play: Callable[[Play], None]
     words: tuple[str, ...]
     says: str = ""
     of: str = "planted"
     ranks: int = 1
+    patience: float = 1.0
     device: str = "cpu"
 
 
@@ -656,10 +658,14 @@ CAUSES = {
     ),
     "many_threads": Cause(many_threads, ("threads",), r"8 threads|threads", "gain"),
     "contention": Cause(contention, ("contention",), r"other", "gain"),
-    "host_leak": Cause(host_leak, ("host_leak",), r"graph|grow|grew|list", ""),
+    "host_leak": Cause(host_leak, ("host_leak",), r"graph|grow|grew|list", "", patience=2.5),
     "slow_rank": Cause(slow_rank, ("slow_rank",), r"rank 1", "gain", ranks=2),
-    "longer_sequences": Cause(longer_sequences, ("slowing",), r"grow|shape|long|slower", "gain"),
-    "growing_list": Cause(growing_list, ("slowing", "python"), r"grow|slower", "planted"),
+    "longer_sequences": Cause(
+        longer_sequences, ("slowing",), r"grow|shape|long|slower", "gain", patience=2.5
+    ),
+    "growing_list": Cause(
+        growing_list, ("slowing", "python"), r"grow|slower", "planted", patience=2.5
+    ),
     "healthy": Cause(healthy, ("compute",), r"comput", "compute"),
     "device_leak": Cause(device_leak, ("device_leak",), r"grow|grew|shape", "", device="cuda"),
     "copies": Cause(copies, ("transfer",), r"cop", device="cuda"),
@@ -677,8 +683,14 @@ def main() -> None:
     given = asked.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    play = Play(given.watch, is_planted=not given.without, seconds=given.seconds, name=given.name)
-    CAUSES[given.name].play(play)
+    cause = CAUSES[given.name]
+    play = Play(
+        given.watch,
+        is_planted=not given.without,
+        seconds=given.seconds * cause.patience,
+        name=given.name,
+    )
+    cause.play(play)
     rank = os.environ.get("RANK", "0")
     out = given.out if rank == "0" else given.out.with_suffix(f".rank{rank}.json")
     out.write_text(json.dumps({"truth": asdict(play.truth), "run": play.run}, default=str))
