@@ -263,7 +263,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
         headline=_make_headline(learned, metrics, tags),
         error=make_printable(run["error"], limit=limit) if run.get("error") else None,
         sections=tuple(s for s in sections if s.lines or s.blocks),
-        verdict=tags.get(WHY, ""),
+        verdict=make_printable((run.get("tags") or {}).get(WHY) or "", limit=3 * limit),
     )
 
 
