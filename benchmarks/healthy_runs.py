@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-SECONDS, STEPS, MOST_S = 4.0, 80, 12.0  # of a loop: both, and at most so long
+SECONDS, STEPS, MOST_S = 4.0, 80, 20.0  # of a loop: both, and at most so long
 Batch = tuple[Tensor, Tensor]
 
 
-def _may_go_on() -> Iterator[int]:
-    """Count steps until there were enough of them."""
+def _may_go_on(batches: int = 1) -> Iterator[int]:
+    """Count batches until there were enough steps of so many of them."""
     began, step = perf_counter(), 0
     while True:
         gone_s = perf_counter() - began
-        if (step >= STEPS and gone_s >= SECONDS) or gone_s >= MOST_S:
+        if (step >= STEPS * batches and gone_s >= SECONDS) or gone_s >= MOST_S:
             return
         yield step
         step += 1
@@ -65,7 +65,7 @@ def _fit(
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     with _watch(net, optimizer, name) as run:
-        counts = _may_go_on()
+        counts = _may_go_on(accumulate)
         batches = loader if is_plain else run.batches(loader)
         for step, batch in zip(counts, _endless(batches), strict=False):
             with nullcontext() if is_plain or accumulate > 1 else run.step():
@@ -188,7 +188,7 @@ def own_lstm_varied() -> dict[str, Any]:
 def own_transformer() -> dict[str, Any]:
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
     net = _Reader(nn.TransformerEncoder(layer, 2), 128)
-    return _fit("transformer", net, _make_loader(*_tokens(), rows=32), _classify)
+    return _fit("transformer", net, _make_loader(*_tokens(), rows=16), _classify)
 
 
 def own_autoencoder() -> dict[str, Any]:
