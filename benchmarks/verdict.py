@@ -109,8 +109,10 @@ class Outcome:
         return self.truth["others"] > BUSY_CORES
 
     def is_right(self, cause: Cause) -> bool:
-        """Return whether the word is one of the cause's."""
-        return self.bound in cause.words
+        """Return whether the word is one of the cause's; of a healthy loop beside others also that
+        they had the cores."""
+        is_so = self.bound == "contention" and self.is_shared
+        return self.bound in cause.words or (cause.words[0] == "compute" and is_so)
 
     def is_right_beside(self, cause: Cause) -> bool:
         """Return whether it says first that others had the cores, which is so, and then names the
@@ -372,7 +374,8 @@ def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[s
         total += 1
         right += found.is_right(cause)
         beside += not found.is_right(cause) and found.is_right_beside(cause)
-        clean += without.bound not in cause.words or without.bound in HEALTHY
+        is_so = without.bound == "contention" and without.is_shared
+        clean += without.bound not in cause.words or without.bound in HEALTHY or is_so
         yield _judge(name, cause, found, without, runner.trace(name) if kind == "told" else "")
     yield ""
     yield (
