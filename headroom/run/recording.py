@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, Self
 
+from headroom.base.event_log import ONCE
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact_nested
@@ -30,7 +31,7 @@ from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import GateConfig
-from headroom.tracking.journal import ONCE, Journal, JournalError
+from headroom.tracking.journal import Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.watch.step_metrics import AGE_S
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headroom.tracking import journal
-from headroom.tracking.journal import make_line, read_metric_batches, read_series
+from headroom.base import event_log
+from headroom.base.event_log import make_line, read_metric_batches, read_series
 
 
 def _lines(count: int) -> bytes:
@@ -20,7 +20,7 @@ def _lines(count: int) -> bytes:
 
 
 def test_batches_hold_every_line_once_and_say_where_they_end(monkeypatch) -> None:
-    monkeypatch.setattr(journal, "BATCH", 6)
+    monkeypatch.setattr(event_log, "BATCH", 6)
     data = _lines(10)
     found = list(read_metric_batches(io.BytesIO(data), 0))
     assert [len(batch) for batch, _ in found] == [6, 6, 6, 2]

@@ -18,9 +18,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from headroom.base.event_log import LOG, SENDING_LOCK, make_line
 from headroom.models import builtin, predictor
 from headroom.tracking import orphaned_runs, run_sender
-from headroom.tracking.journal import Journal, make_line
+from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import TrackingSettings
 from tests.tracking.test_model_sender import SPECS
@@ -61,7 +62,7 @@ def _left(where: TrackingSettings, host: str) -> tuple[MlflowClient, str, Path]:
     assert done.returncode == 0, done.stderr
     folder = Path(where.runs) / "unlucky"
     # Its sending process tries once more when the training has gone, and then lets the lock go.
-    with open(folder / run_sender.SENDING_LOCK) as lock:
+    with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
     with closing(sqlite3.connect(str(where.database))) as mended, mended:
         mended.execute("ALTER TABLE gone RENAME TO metrics")
@@ -84,7 +85,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingS
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
-    assert run_sender.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
+    assert SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
 
 
 def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
@@ -97,7 +98,7 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     command = [sys.executable, "-m", "headroom.tracking.mlflow_sender", str(folder)]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
-    with open(folder / run_sender.SENDING_LOCK) as lock:
+    with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
         orphaned_runs.send_unsent_runs(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -110,10 +111,12 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
 
 
 def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings) -> None:
-    """On a full disk run.json is empty, and only MLflow knows."""
+    """On a full disk the log has no end, and only MLflow knows."""
     client, run_id, folder = _left(where, socket.gethostname())
     client.set_terminated(run_id, "FAILED")
-    (folder / "run.json").write_text("")
+    lines = (folder / LOG).read_bytes().splitlines(keepends=True)
+    assert lines[-1].startswith(b'{"end":')
+    (folder / LOG).write_bytes(b"".join(lines[:-1]))
     orphaned_runs.send_unsent_runs(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
