@@ -171,12 +171,14 @@ def test_a_copy_of_a_folder_whose_run_is_being_trained_here_is_refused(tmp_path:
         journal.open(None)
         journal.create("one", params={}, tags=tags)
         shutil.copytree(tmp_path / "runs" / "one", tmp_path / "copy" / "one")
+        before = (tmp_path / "copy" / "one" / LOG).read_bytes()
         elsewhere = where.model_copy(update={"runs": str(tmp_path / "copy")})
         with Journal(elsewhere, tmp_path / "copy" / "one") as again:
             again.open(None)
             claim = {"marks": ["a"], "by": "somebody"}
             with pytest.raises(RunGone, match=f"is being trained by process {me.pid}, in another"):
                 again.reopen(journal.ids, tags={**tags, "pid": "1"}, claim=claim)
+        assert (tmp_path / "copy" / "one" / LOG).read_bytes() == before  # it says nothing of that
         journal.close(_run())
 
 
@@ -641,7 +643,10 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
     assert len(journal.notes) == 2
 
 
-def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["", "with its sending process"])
+def test_a_folder_that_is_removed_in_mid_run_is_written_anew(
+    tmp_path: Path, is_killed: bool
+) -> None:
     """The run was FINISHED without a metric."""
     where = _where(tmp_path)
     with Journal(where, tmp_path / "runs" / "one") as journal:
@@ -652,10 +657,15 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "runs")
         for step in range(11, 21):
             journal.log({"train/loss": 1 / step}, step)
+        if is_killed:
+            assert journal._sender is not None
+            journal._sender.kill()
         shutil.rmtree(tmp_path / "runs")
         journal.close(_run())
-    assert len(journal.notes) == 2 and "was removed in mid-run" in journal.notes[0]
+    removed = [note for note in journal.notes if "was removed in mid-run" in note]
+    assert len(removed) == 2 and len(journal.notes) == 2 + is_killed
     client = MlflowClient(where.tracking_uri)
+    assert len(client.search_runs([journal.experiment_id])) == 1
     assert client.get_run(journal.run_id).info.status == "FINISHED"
     losses = client.get_metric_history(journal.run_id, "train/loss")
     assert [m.step for m in losses] == list(range(1, 21))

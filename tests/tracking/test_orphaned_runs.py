@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from headroom.base.event_log import LOG, SENDING_LOCK, make_line
+from headroom.base.event_log import (
+    LOG,
+    SENDING_LOCK,
+    is_sent,
+    make_event,
+    make_line,
+    read_end,
+)
 from headroom.models import builtin, predictor
+from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.tracking import orphaned_runs, run_sender
 from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_store import open_experiment
@@ -120,6 +129,70 @@ def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings
     orphaned_runs.send_unsent_runs(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
+
+
+def _begun(where: TrackingSettings, **tags: str) -> Path:
+    """The folder of a run of which MLflow has not been told."""
+    folder = Path(where.runs) / "20260101-000000-begun"
+    folder.mkdir(parents=True)
+    here = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    begin = {"name": "n", "params": {"a": "1"}, "tags": {"alike": "", **here, **tags}}
+    first = make_event("begin", {**begin, "start_ms": 7, "experiment": "begun"}, unix_ms=7)
+    (folder / LOG).write_bytes(first + make_line({"train/loss": 0.5}, 1, unix_ms=8))
+    os.utime(folder / LOG, (1e9, 1e9))
+    return folder
+
+
+def test_a_process_that_died_before_mlflow_was_told_has_a_run_all_the_same(
+    where: TrackingSettings,
+) -> None:
+    """Its folder says how it began; who sends it says how it ended, when it was last heard of."""
+    folder, client = _begun(where), open_experiment(where)[0]
+    RunStart("", "", "n").write(folder)
+    orphaned_runs.send_unsent_runs(client, where)
+    experiment = client.get_experiment_by_name("begun")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.start_time, run.info.end_time) == ("KILLED", 7, 10**12)
+    assert (run.data.params, run.data.metrics["train/loss"]) == ({"a": "1"}, 0.5)
+    end = read_end(folder)
+    assert (end["status"], end["error"]) == ("KILLED", "its process was gone") and is_sent(folder)
+    assert (folder / LOG).stat().st_mtime == 1e9
+    (known,) = list_known_runs(Path(where.runs))
+    assert (known.state, known.run_id) == ("KILLED", run.info.run_id)
+
+
+def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> None:
+    """Between its begin in the log and that in MLflow its process of before is the one that MLflow
+    knows, and that is gone."""
+    client, experiment_id = open_experiment(where)
+    me = {"pid": str(os.getpid()), "process.started_at": str(psutil.Process().create_time())}
+    folder = _begun(where, **me)
+    before = (folder / LOG).read_bytes()
+    gone = {"host": socket.gethostname(), "pid": "4194304", "journal": folder.name}
+    run_id = client.create_run(experiment_id, tags=gone).info.run_id
+    (dead,) = orphaned_runs.find_dead_runs(client, where, [experiment_id])
+    assert dead.folder == folder and not orphaned_runs.resend(dead)
+    orphaned_runs.send_unsent_runs(client, where)
+    assert (folder / LOG).read_bytes() == before
+    assert client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_who_still_sends_a_part_leaves_the_next_to_its_own_sender(where: TrackingSettings) -> None:
+    """It would have called the run whole, with the end of before."""
+    client, experiment_id = open_experiment(where)
+    folder = _begun(where)
+    log = (folder / LOG).read_bytes()
+    sender = orphaned_runs.begin_run(client, where, folder, experiment_id=experiment_id)
+    part, first = make_event("end", END, unix_ms=9), log.split(b"\n")[0] + b"\n"
+    (folder / LOG).write_bytes(log + part + first + make_line({"train/loss": 9.0}, 2, unix_ms=9))
+    sender.close(END)
+    assert sender.state.offset == len(log + part) and not is_sent(folder)
+    assert client.get_run(sender.state.run_id).data.metrics["train/loss"] == 0.5
+    orphaned_runs.send_unsent_runs(client, where)
+    run = client.get_run(sender.state.run_id)
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("KILLED", 9.0)
+    assert is_sent(folder)
 
 
 def test_a_model_is_logged_once_however_often_the_rest_is_sent(
