@@ -19,7 +19,7 @@ from headroom.watch import guard, own_loop
 
 # Answers as the sending process does, to the begin of the run and then to its end; sends nothing.
 SENDER = r"""2s/^.*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
-3,$s/^.*$/{"to": "close", "closed": true, "times": {}}/"""
+3,99s/^.*$/{"to": "close", "closed": true, "times": {}}/"""
 
 
 def fail(*_: Any, **__: Any) -> Any:
