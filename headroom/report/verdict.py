@@ -394,7 +394,7 @@ def _judge_eval(figures: Figures) -> Finding | None:
     share = figures.get_share("eval")
     advice = "Evaluate less often, or on fewer rows"
     if figures.is_own:
-        advice = "Evaluate less often (train.eval_every_steps) or on fewer rows (data.validation_fraction)"
+        advice = "Evaluate less often, or on fewer rows (data.validation_fraction)"
     return _judge_part(share, "Evaluations take", figures.find_line("eval"), advice)
 
 

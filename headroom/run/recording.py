@@ -15,6 +15,7 @@ from dataclasses import asdict
 from time import monotonic
 from typing import Any, Self
 
+from headroom.base.event_log import ONCE
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact, redact_nested
@@ -33,7 +34,7 @@ from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import GateConfig
-from headroom.tracking.journal import ONCE, Journal, JournalError
+from headroom.tracking.journal import Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.watch.accounts import Accounts
 from headroom.watch.step_metrics import AGE_S
