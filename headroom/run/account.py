@@ -37,10 +37,10 @@ from headroom.run.recording import Recording
 from headroom.run.resume import FolderClaim
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
-from headroom.training.oom_report import OutOfMemory, explain_own_failure
 from headroom.watch import leaks
 from headroom.watch.guard import Guarded, guard, take_own_error
 from headroom.watch.logged_values import check_name, take_step
+from headroom.watch.oom_report import OutOfMemory, explain_out_of_memory, find_part
 from headroom.watch.out_of_memory import is_oom
 from headroom.watch.own_loop import (
     OwnLoop,
@@ -409,8 +409,12 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         elif isinstance(error, KeyboardInterrupt):
             findings.failure = Failure("signal", "interrupted", "KILLED")
         elif is_oom(error) and self._loop is not None and self._device is not None:
-            explanation = explain_own_failure(
-                error, self._loop, device=self._device.name, folder=self.folder
+            explanation = explain_out_of_memory(
+                self._loop.note_failure(error),
+                self._loop.accounts.phases.accounts.ledger,
+                find_remedy=find_part,
+                device=self._device.name,
+                folder=self.folder,
             )
             findings.fail(OutOfMemory(explanation))
         return error

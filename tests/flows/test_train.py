@@ -28,8 +28,8 @@ from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training import place, shared_model, trainer
 from headroom.training.admission import Admission
-from headroom.training.oom_report import OutOfMemory
 from headroom.watch.leaks import LeakError
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
