@@ -220,10 +220,10 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def forecast(self, *gpus: str) -> LoopForecast:
         """Return what a step takes at its peak, and whether it would fit these GPUs, by default
-        those of `loop_forecast.USUAL_GPUS`: of a loop with one model and one optimizer, after its
+        those of `gpu_fit.USUAL_GPUS`: of a loop with one model and one optimizer, after its
         first step. It is asked for its answer, and so it raises what is wrong with the question:
         RuntimeError, KeyError and UnforeseeableMemory. What is measured goes on."""
-        from headroom.training import loop_forecast
+        from headroom.training import gpu_fit, loop_forecast
 
         if self._loop is None or self._is_lost:
             raise RuntimeError("forecast: this run measures nothing that could be foretold")
@@ -235,7 +235,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             )
         if loop.given is None:
             raise RuntimeError("forecast: comes after the first step; no model was called yet")
-        sizes = {gpu: loop_forecast.SIZES_MIB[gpu] for gpu in gpus or loop_forecast.USUAL_GPUS}
+        sizes = {gpu: gpu_fit.SIZES_MIB[gpu] for gpu in gpus or gpu_fit.USUAL_GPUS}
         step = loop_forecast.make_step_of(
             loop.models[0], loop.optimizers[0], loop.given, loop.autocast
         )

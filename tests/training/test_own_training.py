@@ -35,12 +35,13 @@ from headroom.training import build, place, trainer
 from headroom.training.admission import Admission
 from headroom.training.check_training import check_plan
 from headroom.training.evaluation import Evaluator, evaluate
-from headroom.training.forecast import UnforeseeableMemory, forecast_training
+from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.losses import make_loss
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optim import make_fused_optimizer, make_schedule, make_torch_optimizer
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 from headroom.watch.phases import Watched
 from headroom.watch.step_metrics import Diverged
 
