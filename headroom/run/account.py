@@ -31,7 +31,7 @@ from headroom.base.secret_texts import hide_secrets
 from headroom.device.detection import DeviceError, detect_best_device
 from headroom.process import signals
 from headroom.run.failures import Failure
-from headroom.run.findings import make_device_json, make_device_tags
+from headroom.run.findings import make_device_tags
 from headroom.run.program_end import UNKNOWN, ProgramEnd
 from headroom.run.recording import Recording
 from headroom.run.resume import FolderClaim
@@ -362,9 +362,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _open(self, device: DeviceFacts) -> None:
         start, _ = self._create(self.params, waits=False)
-        self._claim.write_start(replace(start, device=device.kind))
-        self._live.tell(device=device.name)
-        self._write("device.json", make_device_json(device))
+        self._announce(start, device)
 
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""
@@ -438,9 +436,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
-        stats = loop.accounts.phases.meter.read_stats()
-        if stats:
-            self._write("memory/stats.json", json.dumps(stats, indent=1))
+        self.keep_stats(loop.accounts.phases.meter.read_stats())
         self._clock.stages["time/train_model_s"] = loop.accounts.watch.compute_total_s()
         held = self._clock.time_stage(
             "release_memory", loop.measure_held, baseline_bytes=device.baseline_bytes

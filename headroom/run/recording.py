@@ -5,19 +5,20 @@ knows no settings, and neither Prefect nor MLflow.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Self
 
-from headroom.base.facts import ReleaseFacts
+from headroom.base.facts import DeviceFacts, ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact_nested
 from headroom.run.failures import Failure
-from headroom.run.findings import Findings, RunClock
+from headroom.run.findings import Findings, RunClock, make_device_json
 from headroom.run.gate import compare_with_history
 from headroom.run.known_runs import (
     PEAK,
@@ -119,6 +120,11 @@ class Recording:
         self._found.series |= curves
         return curves, metrics.get(AGE_S, 0.0)
 
+    def keep_stats(self, stats: Mapping[str, Any]) -> None:
+        """Keep the allocator's own statistics, where it has some."""
+        if stats:
+            self._write("memory/stats.json", json.dumps(stats, indent=1))
+
     def keep_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
         self._found.add_release(facts)
@@ -152,6 +158,13 @@ class Recording:
         )
         self._claim.hold_folder()
         return start, measured
+
+    def _announce(self, start: RunStart, device: DeviceFacts, **known: int) -> None:
+        """Tell, in the folder and to `flows.runs`, how the run has begun, and where. known: more,
+        by the fields of LiveRun."""
+        self._claim.write_start(replace(start, device=device.kind))
+        self._live.tell(run_id=start.run_id, device=device.name, **known)
+        self._write("device.json", make_device_json(device))
 
     def _write(self, name: str, text: str) -> None:
         self._files[name] = text
