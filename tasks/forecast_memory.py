@@ -102,7 +102,7 @@ def forecast_memory(config: RunConfig) -> MemoryForecast:
 
     Raises what a training with these settings is refused by.
     """
-    device = detect_best_device(config.device.name, require=config.device.require)
+    device = detect_best_device(config.device.name)
     plan = prepare_and_check(config, device)
     free = device.free_bytes if device.kind == "cpu" else read_free_bytes(device)
     room = compute_room_bytes(config.memory.limit_mib, free)

@@ -120,9 +120,8 @@ def _print_dry_run(asked: Namespace) -> int:
     print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
     for line in read_settings.describe_unused_settings(asked.config):
         print(f"# {line}")
-    device = asked.config.device
     try:
-        facts = detect_best_device(device.name, require=device.require)
+        facts = detect_best_device(asked.config.device.name)
     except DeviceError as error:
         print(error, file=sys.stderr)
         return 2

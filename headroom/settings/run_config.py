@@ -319,15 +319,14 @@ FUSED = ("adamw", "sgd")
 WEIGHT_DECAY = 0.01  # of these, of an optimizer of one's own, and of AdamW
 WEIGHT_DECAYS = {"Muon": 0.1, "AdamW": WEIGHT_DECAY}  # PyTorch's presets; else 0
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-_DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
+_DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
 class DeviceConfig(Section):
     name: Text = "auto"
-    """Where to train: auto (the GPU with the most free memory, else the CPU), cpu, mps, cuda, rocm
-    or xpu, the last three also with an index: cuda:1."""
-    require: Literal["any", "gpu"] = "any"
-    """gpu: stop where no GPU works, instead of falling back to the CPU."""
+    """Where to train: auto (the GPU with the most free memory, else the CPU), gpu (the same GPU,
+    and no run where none works), cpu, mps, cuda, rocm or xpu, the last three also with an index:
+    cuda:1."""
     wait_s: Annotated[Float, Field(ge=0, le=10**7)] = 86_400.0
     """Seconds to wait for a GPU on which another training of this project runs; first come, first
     served. Then the run is refused."""
@@ -338,14 +337,10 @@ class DeviceConfig(Section):
     @classmethod
     def _check_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name):
-            raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
+            raise ValueError(
+                "must be auto, gpu, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu"
+            )
         return name
-
-    @model_validator(mode="after")
-    def _check_requirement(self) -> DeviceConfig:
-        if self.require == "gpu" and self.name == "cpu":
-            raise ValueError("name: is cpu but require is gpu; drop one of them")
-        return self
 
 
 class ModelConfig(Section):

@@ -26,6 +26,7 @@ MOVED = {
         for kind in SOURCE_ARGS.values()
         for name in kind.model_fields
     },
+    "device.require": "device.name gpu",
     "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
     "optim.beta2": "the second of optim.args.betas",
     "optim.min_lr_fraction": "optim.schedule_args.min_lr_fraction",

@@ -330,7 +330,7 @@ def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.M
         ({"train": {"precision": "tf32"}}, ValueError, "train.precision: "),
         ({"memory": {"limit_mib": 2.0**30}}, ValueError, "memory.limit_mib: "),
         ({"device": {"name": "cuda:3"}}, ValueError, "device.name: cuda:3"),
-        ({"device": {"require": "gpu"}}, ValueError, "device.require: "),
+        ({"device": {"name": "gpu"}}, ValueError, "device.name: gpu is not here"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_run_exists(
