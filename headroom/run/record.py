@@ -224,6 +224,4 @@ class Record(Recording):
 
     def _compare(self) -> dict[str, Any]:
         found, run = self._journal.wait_for_history(), self.config.run
-        return compare_with_history(
-            self.run, found, self.config.gate, registered_model=run.registered_model
-        )
+        return compare_with_history(self.run, found, registered_model=run.registered_model)

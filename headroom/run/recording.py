@@ -30,7 +30,6 @@ from headroom.run.known_runs import (
 from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import GateConfig
 from headroom.tracking.journal import ONCE, Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.watch.step_metrics import AGE_S
@@ -246,7 +245,7 @@ class Recording:
 
     def _compare(self) -> dict[str, Any]:
         """Return what runs alike say of this one."""
-        return compare_with_history(self.run, self._journal.wait_for_history(), GateConfig())
+        return compare_with_history(self.run, self._journal.wait_for_history())
 
     def _make_page(self) -> dict[str, str]:
         """Return where MLflow has the run; no ids while it is away."""

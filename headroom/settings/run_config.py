@@ -627,12 +627,10 @@ class MemoryConfig(Section):
 
 
 class GateConfig(Section):
-    last: Annotated[Int, Field(ge=5, le=30)] = 20
-    """Good runs of the same settings, data and device model whose median a finished run is compared
-    with; it needs five. See docs/schedule.md."""
     fail: Bool = False
-    """true: a run that is slower, larger or worse than them ends its flow run as failed, with exit
-    code 1; the run in MLflow is finished, and keeps its model."""
+    """true: a run that is slower, larger or worse than the last good ones of the same settings,
+    data and device model ends its flow run as failed, with exit code 1; the run in MLflow is
+    finished, and keeps its model. See docs/schedule.md."""
 
 
 class RunSettings(Section):
