@@ -447,7 +447,7 @@ def collect_params(config: RunConfig) -> dict[str, object]:
 
 _NAMES = ("run.name", "run.key", "run.experiment")
 _OF_REGRESSION = ("data.scale_target", "data.target_transform")
-_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.wait_s", "launch.timeout_s")
+_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.timeout_s")
 _EMPTY = ("", "None", "[]", "{}")
 _PARAM = re.compile(r"[\w.-]+")
 

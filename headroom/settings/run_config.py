@@ -72,6 +72,7 @@ def require_known(known: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+LEAST_WAIT_S = 600.0  # for others to start, as PyTorch's launcher has it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
 
@@ -85,12 +86,11 @@ class LaunchConfig(Section):
     command is given on each of them; launch.processes is then of each. Empty: this one alone."""
     port: Annotated[Int, Field(ge=1, le=65535)] = 29400
     """Where they meet, on the first of them by name."""
-    wait_s: Annotated[Float, Field(ge=1, le=10**6)] = 600.0
-    """Seconds to wait for all machines, and then for all processes, to come."""
     timeout_s: Annotated[Float, Field(ge=10, le=10**6)] = 600.0
     """Seconds that processes wait for one that does not come to a step, an evaluation or the end.
     Then all begin again from the last checkpoint. It is the time-out of PyTorch's process group:
-    nobody but you knows how long one may be busy alone, with a data set or a file."""
+    nobody but you knows how long one may be busy alone, with a data set or a file. At the start
+    all machines and processes are waited for as long, and at least ten minutes."""
 
     @field_validator("processes", mode="before")
     @classmethod
@@ -112,6 +112,11 @@ class LaunchConfig(Section):
     def machines(self) -> list[str]:
         """Return the machines' names, in the order in which PyTorch's launcher numbers them."""
         return self.nodes.split(",") if self.nodes else []
+
+    @property
+    def wait_s(self) -> float:
+        """Return the seconds to wait for all machines, and then for all processes, to come."""
+        return max(LEAST_WAIT_S, self.timeout_s)
 
     @property
     def count(self) -> int | None:

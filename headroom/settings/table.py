@@ -27,6 +27,7 @@ MOVED = {
         for name in kind.model_fields
     },
     "device.require": "device.name gpu",
+    "launch.wait_s": "launch.timeout_s",
     "gate.last": "gate.fail alone: the median is always that of the last 20 good runs",
     "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
     "optim.beta2": "the second of optim.args.betas",
