@@ -130,7 +130,7 @@ TOKEN_SOURCES = list_formats(TEXT, TOKENS)
 DELIMITED_FILES = tuple(name for name in TABLE_FILES if FORMATS[name].is_delimited)
 UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
-SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
+SPLIT_SETTINGS = ("test_fraction", "split")
 ENDINGS = list_endings(*FORMATS)
 _SOURCE = (  # a docstring could not list the formats
     "digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given, "
@@ -169,14 +169,12 @@ class DataConfig(Section):
     test_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Share of the rows that are put aside and judged once, at the end, by the weights that are
     logged: test/ metrics. Nothing else ever looks at them. Not of data sets and loaders."""
-    split: Literal["random", "time", "group"] = "random"
+    split: Text = "random"
     """How rows come into the parts. random: drawn, of each class the same share; time: the latest
-    are for validation, and of these the very latest for the test, by data.split_column or else in
-    the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
-    are always split by their order. Not of data sets and loaders."""
-    split_column: Text | None = None
-    """The column of a table to split by time or by group. Times are learnt from too,
-    unless data.args.drop names them; a group is no feature."""
+    are for validation, and of these the very latest for the test, in the order of the rows;
+    time:COLUMN: by this column of a table, which is learnt from too, unless data.args.drop names
+    it; group:COLUMN: rows that are alike in this column, which is no feature, are in one part.
+    Tokens are always split by their order. Not of data sets and loaders."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
@@ -206,6 +204,25 @@ class DataConfig(Section):
         if not isinstance(path, str) or not path:
             return values
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
+
+    @field_validator("split")
+    @classmethod
+    def _check_split_form(cls, split: str) -> str:
+        if not re.fullmatch(r"random|time(:.+)?|group:.+", split, re.DOTALL):
+            raise ValueError(
+                f"must be random, time, time:COLUMN or group:COLUMN (got {split[:80]!r})"
+            )
+        return split
+
+    @property
+    def split_by(self) -> str:
+        """Return how rows are split: random, time or group."""
+        return self.split.partition(":")[0]
+
+    @property
+    def split_column(self) -> str | None:
+        """Return the column of a table that rows are split by; None where there is none."""
+        return self.split.partition(":")[2] or None
 
     @property
     def table(self) -> DelimitedArgs:
@@ -270,8 +287,8 @@ class DataConfig(Section):
     def _check_settings(self) -> DataConfig:
         if self.split_column is not None and self.source not in TABLE_FILES:
             raise ValueError(
-                f"split_column: has no meaning for source {self.source}; drop it, or set "
-                f"data.source to one of {', '.join(TABLE_FILES)}"
+                f"split: {self.split_by} needs a column of {', '.join(TABLE_FILES)} (the source is "
+                f"{self.source}); set it to random or time"
             )
         return self
 
@@ -282,19 +299,7 @@ class DataConfig(Section):
                 f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
                 f"{self.validation_fraction:g} leave no row to train on; lower one"
             )
-        if self.split == "group" and self.source not in TABLE_FILES:
-            raise ValueError(
-                f"split: group needs a column of {', '.join(TABLE_FILES)} (the source is "
-                f"{self.source}); set it to random or time"
-            )
-        if self.split == "group" and self.split_column is None:
-            raise ValueError("split_column: is needed by data.split group; name a column")
-        if self.split == "random" and self.split_column is not None:
-            raise ValueError(
-                f"split_column: is for data.split time and group (got {self.split_column!r} and "
-                "random); set data.split to one of them, or drop it"
-            )
-        if self.split == "time" and self.source in UNORDERED_SOURCES:
+        if self.split_by == "time" and self.source in UNORDERED_SOURCES:
             raise ValueError(
                 f"split: time needs rows that have an order (the source is {self.source}); set it "
                 "to random"

@@ -26,6 +26,7 @@ MOVED = {
         for kind in SOURCE_ARGS.values()
         for name in kind.model_fields
     },
+    "data.split_column": "data.split as time:COLUMN or group:COLUMN",
     "device.require": "device.name gpu",
     "launch.wait_s": "launch.timeout_s",
     "gate.last": "gate.fail alone: the median is always that of the last 20 good runs",
