@@ -180,18 +180,16 @@ class DataConfig(Section):
     scale: Bool = True
     """Standardize each feature with mean and deviation of the training rows (images: of all their
     pixels together). Tokens stay as they are."""
-    scale_target: Bool = True
-    """Standardize the target of a regression, each of its columns, with mean and deviation of the
-    training rows. Predictions, val/mae, val/rmse, and what a loss and metrics of your own are given
-    are in its units all the same; a model of your own learns the standardized one, so false where
-    its outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
-    target_transform: Literal["auto", "none", "log"] = "auto"
-    """What is learnt of a regression's target. log: log(1 + target / unit), where the unit is the
-    median of the training rows above 0; for targets from 0 on. auto: log for one target that is
-    skewed to the right, where boosted trees on a sample of the rows make smaller errors on the
-    validation rows with it (mean absolute times root mean squared error, in the target's units);
-    else, and where data.scale_target is false, none. All figures and predictions stay in the
-    target's units; val/loss is that of what is learnt."""
+    target_transform: Literal["auto", "scale", "log", "raw"] = "auto"
+    """What is learnt of a regression's target. scale: each of its columns standardized, with mean
+    and deviation of the training rows; log: the same of log(1 + target / unit), where the unit is
+    the median of the training rows above 0, for targets from 0 on; raw: the target as it is, as a
+    model of your own needs it whose outputs are bounded (a softplus at the end). auto: log for one
+    target that is skewed to the right, where boosted trees on a sample of the rows make smaller
+    errors on the validation rows with it (mean absolute times root mean squared error, in the
+    target's units); else scale. Predictions, all figures, and what a loss and metrics of your own
+    are given are in the target's units all the same; val/loss is that of what is learnt. Data sets
+    and loaders stay as they are."""
     cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
     """Folder for prepared arrays, reused by runs with the same data and settings."""
 

@@ -26,6 +26,7 @@ MOVED = {
         for kind in SOURCE_ARGS.values()
         for name in kind.model_fields
     },
+    "data.scale_target": "data.target_transform: scale for true, raw for false",
     "data.split_column": "data.split as time:COLUMN or group:COLUMN",
     "device.require": "device.name gpu",
     "launch.wait_s": "launch.timeout_s",
