@@ -207,8 +207,8 @@ def test_a_text_is_judged_by_its_end(tmp_path: Path) -> None:
         prepare_dataset(make_data_config(**made, context=80, test_fraction=0.1))
 
 
-# The names are of since data.target_transform says it all; the content is of before there were these
-# settings, but for tables, which may hold dates: these became other inputs since.
+# The names are of the settings of today; the content is of before there were these settings, but
+# for tables, which may hold dates: these became other inputs since.
 KEPT = {
     "t.csv": ("csv-ba40cab5a3902585", "53e39f64ac2ba683"),
     "t.npz": ("npz-7abc9d1b11dc245a", "68cd31b8931c5e44"),
