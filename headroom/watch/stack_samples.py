@@ -15,7 +15,9 @@ import os
 import sys
 import sysconfig
 import threading
+import weakref
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -116,12 +118,27 @@ class StackSampler:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._garbage_began = 0.0
+        self._callback: Any = None  # that the collector calls
 
     def start(self) -> None:
         """Begin to look, in a thread of its own."""
-        self._thread = threading.Thread(target=self._run, name="headroom-looks", daemon=True)
+        # Neither keeps it: where nobody ends a loop, it ends with what watches that.
+        mine = weakref.ref(self)
+
+        def time_garbage(phase: str, info: dict[str, int]) -> None:
+            sampler = mine()
+            if sampler is not None:
+                sampler._time_garbage(phase)
+            else:
+                with suppress(ValueError):
+                    gc.callbacks.remove(time_garbage)
+
+        self._callback = time_garbage
+        self._thread = threading.Thread(
+            target=_look, args=(mine, self._is_over), name="headroom-looks", daemon=True
+        )
         self._thread.start()
-        gc.callbacks.append(self._time_garbage)
+        gc.callbacks.append(time_garbage)
 
     def stop(self) -> None:
         """Look no more. It may be called again."""
@@ -129,31 +146,39 @@ class StackSampler:
         if thread is None:
             return
         self._is_over.set()
-        if self._time_garbage in gc.callbacks:
-            gc.callbacks.remove(self._time_garbage)
+        with suppress(ValueError):  # somebody may have cleared them
+            gc.callbacks.remove(self._callback)
         thread.join(timeout=1)
 
     def summarize(self) -> Looks:
         """Return what was seen so far."""
         return Looks(dict(self._seen))
 
-    def _run(self) -> None:
-        looks = 0
-        while not self._is_over.wait(EVERY_S if looks < FIRST_LOOKS else LATER_S):
-            weight = 1 if looks < FIRST_LOOKS else round(LATER_S / EVERY_S)
-            looks += 1
-            state, positions = self.state, _list_positions(self._watched)
-            if not positions:  # the thread has ended
-                return
+    def look(self, weight: int) -> bool:
+        """Look once; return whether the thread is there."""
+        state, positions = self.state, _list_positions(self._watched)
+        if positions:
             self._seen[Look(state, *describe_positions(positions))] += weight
+        return bool(positions)
 
-    def _time_garbage(self, phase: str, _: dict[str, int]) -> None:
+    def _time_garbage(self, phase: str) -> None:
         if threading.get_ident() != self._watched:
             return
         if phase == "start":
             self._garbage_began = perf_counter()
         elif self._garbage_began:
             self.garbage_s += perf_counter() - self._garbage_began
+
+
+def _look(of: weakref.ref[StackSampler], is_over: threading.Event) -> None:
+    looks = 0
+    while not is_over.wait(EVERY_S if looks < FIRST_LOOKS else LATER_S):
+        sampler = of()
+        weight = 1 if looks < FIRST_LOOKS else round(LATER_S / EVERY_S)
+        if sampler is None or not sampler.look(weight):
+            return
+        del sampler
+        looks += 1
 
 
 def _list_positions(thread: int) -> list[Place]:

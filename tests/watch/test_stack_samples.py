@@ -56,10 +56,11 @@ def test_the_line_at_which_a_loop_is_most_often_is_found(
     sampler.start()
     sampler.state = "between"
     time.sleep(0.2)  # this line
+    thread = sampler._thread
     sampler.stop()
     (seen,) = (one for one in sampler.summarize().describe()["between"] if one["line"])
     assert seen["line"].startswith("test_stack_samples.py:") and "# this line" in seen["line"]
-    assert not any(thread.name == "headroom-looks" for thread in threading.enumerate())
+    assert thread is not None and not thread.is_alive()
 
 
 def test_no_object_of_the_loop_is_kept_and_the_thread_ends_with_it() -> None:
@@ -80,13 +81,25 @@ def test_no_object_of_the_loop_is_kept_and_the_thread_ends_with_it() -> None:
     thread.start()
     thread.join()
     assert seen[0]() is None
-    for _ in range(100):
-        if not any(thread.name == "headroom-looks" for thread in threading.enumerate()):
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError("it looks at a thread that has ended")
+    looking = samplers[0]._thread
+    assert looking is not None
+    looking.join(timeout=10)
+    assert not looking.is_alive(), "it looks at a thread that has ended"
     samplers[0].stop()
+
+
+def test_it_ends_with_what_has_made_it() -> None:
+    """Of a loop that nobody has ended."""
+    before = len(gc.callbacks)
+    sampler = StackSampler()
+    sampler.start()
+    looking = sampler._thread
+    assert looking is not None
+    del sampler
+    looking.join(timeout=10)
+    assert not looking.is_alive()
+    gc.collect()
+    assert len(gc.callbacks) == before
 
 
 def test_the_seconds_of_the_collector_are_those_of_the_thread() -> None:
