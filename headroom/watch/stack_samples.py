@@ -32,6 +32,7 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")}
 )
+_FLOWS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("flows", "tasks"))
 _KINDS = {  # by a part of the path of a file
     "/torch/utils/data/": DATA,
     "/torch/optim/": OPTIMIZER,
@@ -141,7 +142,7 @@ class StackSampler:
         while not self._is_over.wait(EVERY_S if looks < FIRST_LOOKS else LATER_S):
             weight = 1 if looks < FIRST_LOOKS else round(LATER_S / EVERY_S)
             looks += 1
-            state, positions = self.state, _list_positions(self._watched)
+            state, positions = self.state, list_positions(self._watched)
             if not positions:  # the thread has ended
                 return
             self._seen[Look(state, *describe_positions(positions))] += weight
@@ -155,7 +156,14 @@ class StackSampler:
             self.garbage_s += perf_counter() - self._garbage_began
 
 
-def _list_positions(thread: int) -> list[Place]:
+def is_own_code(position: Place) -> bool:
+    """Return whether this is a line of the user's: of no library, nor of this project."""
+    file = position.file
+    is_ours = file.startswith((_HERE + os.sep, *_FLOWS))
+    return not (is_ours or file.startswith(("<", *_LIBRARIES)) or "/site-packages/" in file)
+
+
+def list_positions(thread: int) -> list[Place]:
     """Return where each frame of a thread is, the innermost first; no frame is kept."""
     positions: list[Place] = []
     frame = sys._current_frames().get(thread)
