@@ -120,10 +120,10 @@ def _is_above(value: float, before: Iterable[float], middle: float, deviations: 
 
 
 def is_running_away(values: Sequence[float], highest: float) -> bool:
-    """Return whether a loss has grown a thousandfold within ten log points, and most of that in
-    the second half of them. values: the newest, the last one included. highest: of all before that
-    half."""
-    if len(values) <= AHEAD:
+    """Return whether a loss has grown a thousandfold within ten log points, most of that in the
+    second half of them, and still grows. values: the newest, the last one included. highest: of all
+    before that half."""
+    if len(values) <= AHEAD or not values[-1] > values[-2] > values[-3] > values[-4]:
         return False
     last, begin = values[-1], values[-1 - AHEAD]
     return begin > 0 and last > LOSS_TIMES * begin and last > SECOND_HALF_TIMES * highest

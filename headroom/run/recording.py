@@ -92,12 +92,13 @@ class Recording:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         with signals.hold_signals(self._journal.hurry):  # an end that is told by half is another
             try:
-                self._alerts.stop()
                 self._prepare_end(error)
+                self._alerts.stop()
                 self._live.tell(stage="sending it to MLflow")
                 if self._journal.is_begun:
                     self._end(error)
             finally:
+                self._alerts.stop()
                 self._journal.__exit__()
                 self._held.close()
                 self._send_end(error)
