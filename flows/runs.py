@@ -214,6 +214,9 @@ def _make_notes(run: KnownRun, columns: int) -> list[str]:
     return [
         ", ".join([*whose, *which]),
         make_printable(reason, limit=2 * columns - 3 * BETWEEN),
+        make_printable(run.bound.partition(". ")[0], limit=2 * columns - 3 * BETWEEN)
+        if run.live
+        else "",
         make_printable(run.unsent, limit=2 * columns - 3 * BETWEEN),
         f"go on: {run.resume}" if run.resume else "",
     ]

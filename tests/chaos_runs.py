@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from flows import stop
+from headroom.base.event_log import SENDING_LOCK, read_end
 from headroom.base.file_lock import is_held
 from headroom.process import signals
-from headroom.run.known_runs import list_known_runs, list_run_folders, read_json, read_start
+from headroom.run.known_runs import list_known_runs, list_run_folders, read_start
 from headroom.run.record import Record
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.tracking.journal import SENDING_LOCK
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training import trainer
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
@@ -40,6 +40,7 @@ from tasks.detect_device import detect_device
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
+from tests.conftest import write_end
 
 KEY = "chaos"
 EPOCHS, STEPS = 12, 60  # 160 rows to train on, by 32
@@ -234,7 +235,7 @@ class Runs:
     def _is_due(self, place: Path) -> bool:
         """Whether the key's newest run is not done."""
         newest = self._folders(place)[:1]
-        run = read_json(newest[0] / "run.json") if newest else {}
+        run = read_end(newest[0]) if newest else {}
         return run.get("status") != "FINISHED" or bool(run.get("stopped"))
 
     def _settle(self, place: Path) -> None:
@@ -327,8 +328,7 @@ class Runs:
             (folder / CHECKPOINTS).mkdir(parents=True)
             said = {"run_id": "", "experiment_id": "1", "name": "", "key": f"other {number}"}
             (folder / "start.json").write_text(json.dumps({**said, "made_at": 1e9 + number}))
-            (folder / "run.json").write_text('{"status": "FINISHED"}')
-            (folder / "sent.json").write_text('{"closed": true}')
+            write_end(folder, {"status": "FINISHED"}, is_sent=True)
             (folder / CHECKPOINTS / "step-000000000007.json").touch()
         return place
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import shutil
 import socket
@@ -9,13 +10,15 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from headroom.base.event_log import LOG, SENT, make_event
 
 ROOT = Path(__file__).parent.parent
 WARM = Path(__file__).parent / "warm"
@@ -235,6 +238,21 @@ def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def compare(desk: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
     """Starts `python -m flows.compare` in `place`."""
     return partial(desk, module="flows.compare", cold=True)
+
+
+def write_end(folder: Path, run: Mapping[str, Any], *, is_sent: bool = False) -> None:
+    """Let the log of a run's folder say how it ended. is_sent: MLflow has it."""
+    with open(folder / LOG, "ab") as log:
+        log.write(make_event("end", run, unix_ms=7))
+        offset = log.tell()
+    if is_sent:
+        (folder / SENT).write_text(json.dumps({"closed": True, "offset": offset}))
+
+
+def is_training(place: Path) -> bool:
+    """Whether a training of this place has logged something."""
+    logs = place.glob(f".headroom/runs/*/{LOG}")
+    return any(b'"metrics":' in log.read_bytes() for log in logs)
 
 
 def query(place: Path, text: str) -> list[tuple[Any, ...]]:

@@ -129,6 +129,7 @@ def test_only_the_sending_process_imports_mlflow(module: str) -> None:
         "headroom.services.first_use",
         "headroom.comparison.comparison",
         "flows.runs",  # for --accept
+        "flows.verdict",  # of a run of another host
     }
     assert all(_room(m) == "headroom.tracking" for m in importers)
 
@@ -168,6 +169,7 @@ def test_no_core_module_brings_prefect_or_mlflow_along() -> None:
         "flows.cli.flags",
         "flows.runs",
         "flows.stop",
+        "flows.verdict",
         "flows.cli.tidy_command",
         "headroom.prefect.local_prefect",
         "headroom.tracking.journal",
@@ -280,6 +282,7 @@ def _rooms() -> Iterator[str]:
 def _generated() -> dict[str, dict[str, str]]:
     """Of each page its generated parts, by the names that stand in its comments."""
     from headroom.base.names import make_markdown_tables
+    from headroom.report.verdict import make_markdown_table as make_rules_table
     from headroom.settings.table import make_arguments_table, make_markdown_table
 
     house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
@@ -290,6 +293,7 @@ def _generated() -> dict[str, dict[str, str]]:
             "arguments": make_arguments_table().strip(),
         },
         "metrics.md": make_markdown_tables(),
+        "verdict.md": {"rules": make_rules_table()},
     }
 
 
@@ -301,7 +305,7 @@ def _with_parts(page: str, parts: dict[str, str]) -> str:
     return page
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "settings.md", "metrics.md"])
+@pytest.mark.parametrize("page", ["architecture.md", "settings.md", "metrics.md", "verdict.md"])
 def test_the_pages_show_the_house_the_settings_and_the_names_as_they_are(page: str) -> None:
     """Lines come and go with each change: those are told within a fifth."""
     told = (ROOT / "docs" / page).read_text()

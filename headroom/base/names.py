@@ -557,9 +557,9 @@ METRICS = (
     ),
     Metric(
         "time/step_operations",
-        "operations of PyTorch that a step calls, backward pass included",
+        "operations of PyTorch that a step calls, backward pass included; twice the nodes of its "
+        "graph where no step was counted",
         True,
-        needs="a step whose memory was counted",
     ),
     Metric(
         "time/first_waits_s",

@@ -18,6 +18,7 @@ from headroom.base.names import OWNERS as OWNER_NAMES
 from headroom.base.names import TAGS, PhaseKind, list_phases
 from headroom.base.units import (
     format_mebibytes,
+    format_milliseconds,
     format_number,
     format_percent,
     format_seconds,
@@ -33,6 +34,7 @@ from headroom.comparison.run_groups import (
     choose_goal,
     compute_epoch_parts,
 )
+from headroom.report.verdict import BOUND
 from headroom.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
 
 # Of a step; what no phase holds is "other".
@@ -44,6 +46,7 @@ OWNERS = {
 }
 OTHER = "other"
 MIN_DIFFERENCE = 0.03  # of speeds, however sure it is
+MIN_PROCESSOR = 0.10  # of processor times, which a busy machine moves too, by some per cent
 MIN_DIFFERENCE_MIB, MIN_DIFFERENCE_MEMORY = 1.0, 0.02  # of memory, which is hardly chance
 # No step costs more for these alone; for those of an optimizer neither, where `alike` is the same.
 SAME_WORK = (
@@ -310,9 +313,63 @@ def describe_differences(
     return [
         *describe_scores(groups),
         *_limit(lines, "are slower or larger"),
+        *(_describe_processor_times(classes) if speeds is None else []),
         *([_describe_power(speeds)] if speeds is not None and not is_slower_told else []),
         *_describe_epochs(groups),
+        *_describe_bounds(groups),
     ]
+
+
+def compute_processor_ms(run: MeasuredRun) -> float | None:
+    """Return the milliseconds of processor time that a step took, its loader's workers included."""
+    step_ms = run.metrics.get("time/step_cpu_ms")
+    return None if not step_ms else step_ms + run.metrics.get("time/workers_cpu_ms", 0.0)
+
+
+def _describe_processor_times(classes: Sequence[WorkClass]) -> list[str]:
+    """Return a sentence for each class whose steps take more processor time than those of the
+    least, beyond chance, where the machine was too busy for speeds: on a CPU, runs by two of each
+    at least."""
+    measured = []
+    for one in classes:
+        runs = [run for run in one.group.done if run.tags.get("device.kind") == "cpu"]
+        values = [ms for run in runs if (ms := compute_processor_ms(run)) is not None]
+        if len(values) > 1 and one.disturbed:
+            measured.append((one, values))
+    if len(measured) < 2:
+        return []
+    tests = compare_all_pairs(
+        [[math.log(ms) for ms in values] for _, values in measured],
+        floor=1e-2,
+        assumed=SINGLE_NOISE,
+    )
+    base = int(np.argsort(tests.difference[:, 0], kind="stable")[0])
+    least, of_least = measured[base]
+    lines = []
+    for at, (one, values) in enumerate(measured):
+        difference = tests.difference[at, base]
+        if difference >= math.log1p(MIN_PROCESSOR) and tests.is_told[at, base]:
+            low, times, high = (
+                _format_times(math.exp(of[at, base]))
+                for of in (tests.low, tests.difference, tests.high)
+            )
+            lines.append(
+                f"A step of {one.group.called} takes {times}x the processor time of one of "
+                f"{least.group.called} ({low} to {high}; {format_milliseconds(median(values))} "
+                f"against {format_milliseconds(median(of_least))}), which a busy machine hardly "
+                "changes"
+            )
+    return _limit(lines, "take more processor time")
+
+
+def _describe_bounds(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence on what bounds each group, where the words differ; see the verdict."""
+    bounds = {group.called: bound for group in groups if (bound := group.find_usual(BOUND))}
+    if len(set(bounds.values())) < 2:
+        return []
+    listed = [f"{called} by {bound.replace('_', ' ')}" for called, bound in bounds.items()]
+    more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+    return [f"What bounds them: {', '.join(listed[:MOST_NAMED])}{more}"]
 
 
 def _describe_power(speeds: SpeedTests) -> str:

@@ -52,6 +52,7 @@ from headroom.report.plots import (
     label_axes,
     make_panels,
 )
+from headroom.report.verdict import BOUND
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -316,6 +317,7 @@ def compare_groups(
         + _format_value(group.compute_median(peak), format_mebibytes)
         for group in groups
     ]
+    columns["bound"] = [group.find_usual(BOUND).replace("_", " ") for group in groups]
     leaked = [group.compute_median("memory/leaked_mib") for group in groups]
     columns["leaked"] = [_format_value(value, format_mebibytes) for value in leaked if any(leaked)]
     kept = {name: cells for name, cells in columns.items() if any(cells)}

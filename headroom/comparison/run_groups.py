@@ -124,6 +124,11 @@ class Group:
     def find_tag(self, name: str) -> str:
         return next((run.tags[name] for run in self.done or self.runs if name in run.tags), "")
 
+    def find_usual(self, name: str) -> str:
+        """Return the value of a tag that most of its finished runs have."""
+        values = Counter(run.tags[name] for run in self.done if name in run.tags)
+        return values.most_common(1)[0][0] if values else ""
+
 
 def group_runs(runs: Sequence[MeasuredRun], varied: Sequence[str] = ()) -> list[Group]:
     """Return the runs grouped by what differs between them, in the order in which it came up.

@@ -30,15 +30,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from headroom.base.event_log import LOG, read_end, read_metric_batches
 from headroom.base.units import format_number, format_percent
 from headroom.comparison.grid import DEVICE, Cell, shift_seed
 from headroom.comparison.run_groups import Goal, Group, MeasuredRun
 from headroom.comparison.search_space import Axes, Range, Search
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
-from headroom.run.known_runs import read_json
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.tracking.journal import read_metric_batches
 
 STUDY = "study.journal"
 STATES = {"FINISHED": TrialState.COMPLETE, "PRUNED": TrialState.PRUNED}
@@ -161,7 +160,7 @@ class Trials:
             last = max(known.intermediate_values, default=0)
             self._journals[at] = Trial(self.study, known._trial_id), 0, last
         trial, offset, last = self._journals[at]
-        epochs, offset = read_evaluations(folder / "metrics.jsonl", offset, self.goal.name)
+        epochs, offset = read_evaluations(folder / LOG, offset, self.goal.name)
         new = [(epoch, value) for epoch, value in epochs if epoch > last]
         for last, value in new:  # noqa: B007 (its last is a result)
             trial.report(value, last)
@@ -182,7 +181,7 @@ class Trials:
 
         A search that is ended in between tells the study when it goes on.
         """
-        metrics = read_json(folder / "run.json").get("metrics", {}) if folder is not None else {}
+        metrics = read_end(folder).get("metrics", {}) if folder is not None else {}
         value = float(metrics.get(self.goal.name, math.nan))
         if ended.status == "FINISHED" and not math.isfinite(value):
             why = f"is {value}" if self.goal.name in metrics else "was not measured"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from headroom.base.event_log import TRAINING_LOCK, read_end, read_json
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.import_paths import find_module_spec
 from headroom.base.units import make_printable
@@ -27,8 +28,7 @@ from headroom.comparison.run_groups import shorten_names
 from headroom.prefect.prefect_http import FLOW_RUN
 from headroom.prefect.this_flow_run import PARENT
 from headroom.process.redaction import redact
-from headroom.run.known_runs import LOCK as TRAINING_LOCK
-from headroom.run.known_runs import list_run_folders, read_json, read_start
+from headroom.run.known_runs import list_run_folders, read_start
 from headroom.run.resume import is_key_held, make_timestamp
 from headroom.settings.read_settings import (
     ConfigError,
@@ -335,7 +335,7 @@ def _read_end(comparison: ComparisonFolder, cell: Cell, code: int, runs: Path) -
     """
     folder = _find_folder(comparison, cell, runs)
     start = read_start(folder) if folder is not None else None
-    run: Mapping[str, Any] = read_json(folder / "run.json") if folder is not None else {}
+    run: Mapping[str, Any] = read_end(folder) if folder is not None else {}
     status = run.get("status") or ("KILLED" if code < 0 else "FAILED")
     error = str(run.get("error") or "")
     if code and not error:

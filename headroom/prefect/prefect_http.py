@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from headroom.base.event_log import LOG, read_end, read_sent
+
 POOL = "headroom"
 ANSWER_S = 30.0  # a server that has just come up, on a busy machine, has taken 13
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"  # in the environment of a run that a worker has started
@@ -205,7 +207,7 @@ class FlowRunEnd:
 
 
 def make_flow_run_end(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
-    """Return how the flow run of a run should end, by the run's run.json.
+    """Return how the flow run of a run should end, by the end that the run's log has.
 
     unsent: why MLflow has not got all of it.
     """
@@ -246,11 +248,11 @@ def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
     """
     ends: dict[str, FlowRunEnd] = {}
     host = host or socket.gethostname()
-    for file in sorted(runs.glob("*/run.json"), reverse=True):
+    for log in sorted(runs.glob(f"*/{LOG}"), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            run, sent = json.loads(file.read_text()), _read_sent(file.parent)
+            run, sent = read_end(log.parent), read_sent(log.parent)
             tags, end = run["tags"], make_flow_run_end(run, sent.get("unsent", ""))
-            at_s = (file.parent / "metrics.jsonl").stat().st_mtime
+            at_s = log.stat().st_mtime
             if run["status"] == "FINISHED" and not run.get("stopped"):
                 of = tags.get("prefect.flow_run_id", "")
                 inside = f" in flow run {of}" if of else ""
@@ -261,14 +263,6 @@ def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
             if tags["host"] == host and not is_run_alive(tags):
                 ends.setdefault(tags["prefect.flow_run_id"], replace(end, at_s=at_s))
     return ends
-
-
-def _read_sent(folder: Path) -> dict[str, Any]:
-    """Return what sent.json says."""
-    with suppress(OSError, ValueError):
-        sent = json.loads((folder / "sent.json").read_text())
-        return sent if isinstance(sent, dict) else {}
-    return {}
 
 
 def correct_flow_runs(api: str, runs: Path) -> None:

@@ -39,6 +39,7 @@ p { margin: .15rem 0; }
 .KILLED { color: var(--warn); } .good, .bad { font-weight: 600; }
 .facts { font-size: 1.1rem; margin-top: .3rem; }
 .error { margin-top: .8rem; padding: .6rem .9rem; border-left: 4px solid var(--bad); }
+.verdict { margin-top: .8rem; padding: .6rem .9rem; border-left: 4px solid var(--bar); }
 .blocks { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 0 3rem;
   align-items: start; }
 table { border-collapse: collapse; width: 100%; margin: .7rem 0; font-size: .93rem;
@@ -64,11 +65,12 @@ def render_html(
     name = escape(report.name)
     kind = report.status if report.status in ("FINISHED", "FAILED", "KILLED") else ""
     error = f'<p class="error">{escape(report.error)}</p>' if report.error else ""
+    verdict = f'<p class="verdict">{escape(report.verdict)}</p>' if report.verdict else ""
     return make_document(
         name,
         STYLE,
         f'<p class="status {kind}">{escape(report.status)}</p><h1>{name}</h1>',
-        f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}',
+        f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}{verdict}',
         *(_render_section(section) for section in report.sections),
         *(embed_image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT),
         f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>",

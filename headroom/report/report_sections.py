@@ -20,6 +20,7 @@ from headroom.base.units import (
     format_seconds,
     make_printable,
 )
+from headroom.report.verdict import WHY
 from headroom.settings.run_config import parse_best_metric
 
 Numbers = Mapping[str, float]
@@ -67,13 +68,14 @@ class Section:
 @dataclass(frozen=True)
 class Report:
     """Everything that a report shows. `headline` holds the key metric, the total time, the
-    device."""
+    device; `verdict` what held the run back, in a sentence or none."""
 
     name: str
     status: str
     headline: tuple[str, ...]
     error: str | None
     sections: tuple[Section, ...]
+    verdict: str = ""
 
 
 def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
@@ -261,6 +263,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
         headline=_make_headline(learned, metrics, tags),
         error=make_printable(run["error"], limit=limit) if run.get("error") else None,
         sections=tuple(s for s in sections if s.lines or s.blocks),
+        verdict=make_printable((run.get("tags") or {}).get(WHY) or "", limit=3 * limit),
     )
 
 

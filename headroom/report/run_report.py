@@ -39,6 +39,8 @@ def render_terminal(report: Report, command: str) -> Group:
     body.add_column(ratio=1)
     if report.error:
         body.add_row("Error", _Line(report.error, "red"))
+    if report.verdict:
+        body.add_row("Verdict", _Line(report.verdict, ""))
     for section in report.sections:
         body.add_row("", "")
         told = Group(*_render_lines(section), *_render_blocks(section))
@@ -200,6 +202,8 @@ def _render_markdown(report: Report, command: str) -> str:
     parts = ["  \n".join(_render_first_lines(report))]
     if report.error:
         parts.append(f"> {_escape_markup(report.error)}")
+    if report.verdict:
+        parts.append(f"### Verdict\n\n- {_escape_markup(report.verdict)}")
     for section in report.sections:
         parts.append(f"### {section.title}")
         if section.lines:
@@ -214,7 +218,8 @@ def _render_markdown(report: Report, command: str) -> str:
 
 
 def _render_first_lines(report: Report) -> list[str]:
-    """Return what matters in three lines: MLflow's page of a run shows no more of it unasked."""
+    """Return what matters in three lines, four where there is a doubt: MLflow's page of a run shows
+    no more of it unasked."""
     first_lines = {section.title: section.lines for section in report.sections if section.lines}
     doubts = [report.error or "", *first_lines.get("Warnings", ()), *first_lines.get("Gate", ())]
     doubts = [doubt for doubt in doubts if doubt]
@@ -224,6 +229,7 @@ def _render_first_lines(report: Report) -> list[str]:
     facts = ", ".join([*report.headline, *([] if report.headline else [report.name])])
     lines = [
         f"**{_escape_markup(' '.join(filter(None, (report.status, facts))))}**",
+        _escape_markup(_shorten(report.verdict.partition(". ")[0])),
         f"Doubt: {_escape_markup(_shorten(doubts[0]))}{more}" if doubts else "",
         _escape_markup("; ".join(filter(None, (peak, release and f"release {release}")))),
     ]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
+from headroom.ranks.slow_rank import LEAST
 
-SHORT, COMPUTE, MIXED = "short", "compute", "mixed"
+SHORT, COMPUTE, MIXED, CONTENTION = "short", "compute", "mixed", "contention"
 LEAST_STEPS, LEAST_S = 50, 3.0
 TOLD, CLAUSE = 0.20, 0.10  # shares of the time: of a cause, and of a clause beside it
 NOT_FREE = 25.0  # per cent of the time in which others had the cores
@@ -27,10 +29,9 @@ OPTIMIZER = 0.50
 PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
 STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
 RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
-RANK_LEAST = 0.10  # of a step, by which one rank waits less than the median
 ERRORS = 2.0  # standard errors by which a share lies above its threshold
 WORK = ("forward", "backward", "optimizer", "communication", "replay")
-SOON = "bound"
+BOUND = "bound"
 WHY = "bound.why"
 
 
@@ -45,7 +46,7 @@ class Verdict:
 
     def make_tags(self) -> dict[str, str]:
         """Return the tags of the record."""
-        return {SOON: self.bound, WHY: self.why}
+        return {BOUND: self.bound, WHY: self.why}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Rule:
     bound: str
     what: str  # it tells
     threshold: str
-    figures: tuple[str, ...]
+    figures: str  # it reads, beside others
     source: str  # of the threshold
     judge: Callable[[Figures], Finding | None]
     is_structural: bool = False  # it is told before any share of the time
@@ -127,11 +128,16 @@ def read_figures(run: Mapping[str, Any]) -> Figures:
     loop_s = metrics.get("time/train_model_s", 0.0)
     for part in ("setup", "first_step", COUNTED):
         loop_s -= metrics.get(f"time/{part}_s", 0.0)
+    once_s = figures.profile.get("once_s") or {}  # what is written once, at the end
+    loop_s -= sum(once_s.values())
     if steps_s <= 0 or per_s <= 0 or loop_s <= 0:
         return figures
     loop_s = max(loop_s, steps_s)
     steps = per_s * (steps_s + metrics.get("time/first_step_s", 0.0)) - 1
-    parts_s = {part: metrics.get(f"time/{part}_s", 0.0) for part in ("eval", "log", "checkpoint")}
+    parts_s = {
+        part: max(0.0, metrics.get(f"time/{part}_s", 0.0) - once_s.get(part, 0.0))
+        for part in ("eval", "log", "checkpoint")
+    }
     phases = {
         phase.name: metrics[phase.metric]
         for phase in list_phases(PhaseKind.STEP)
@@ -171,7 +177,10 @@ def judge(figures: Figures) -> Verdict | None:
     order, then that of the largest share."""
     if not figures.shares:
         return None
-    if figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S:
+    is_short = figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S
+    if is_short and (compiling := _judge_compile(figures)) is not None:
+        return Verdict("compile", f"{compiling.text}. {compiling.advice}", compiling.share)
+    if is_short:
         steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
         return Verdict(SHORT, f"Too short to tell: {steps}")
     found = [(rule, rule.judge(figures)) for rule in RULES]
@@ -184,6 +193,7 @@ def judge(figures: Figures) -> Verdict | None:
         largest.setdefault(one[0].bound, one)
     told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
+    told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
     causes = [*first, *told]
     if not causes:
         return _describe_work(figures, beside)
@@ -384,7 +394,7 @@ def _judge_eval(figures: Figures) -> Finding | None:
     share = figures.get_share("eval")
     advice = "Evaluate less often, or on fewer rows"
     if figures.is_own:
-        advice = "Evaluate less often (train.eval_every_steps) or on fewer rows (data.val_fraction)"
+        advice = "Evaluate less often, or on fewer rows (data.validation_fraction)"
     return _judge_part(share, "Evaluations take", figures.find_line("eval"), advice)
 
 
@@ -489,6 +499,17 @@ def _judge_launch(figures: Figures) -> Finding | None:
     )
 
 
+def _judge_compile(figures: Figures) -> Finding | None:
+    share = min(0.99, figures.get("time/compile_s") / max(figures.loop_s, 1e-9))
+    if share < TOLD:
+        return None
+    return Finding(
+        f"Compiling the step took {format_percent(share)} of the time",
+        "It pays in longer trainings; train.compile off leaves it out",
+        share,
+    )
+
+
 def _judge_slow_rank(figures: Figures) -> Finding | None:
     slow = figures.profile.get("slow_rank")
     if not slow:
@@ -502,13 +523,13 @@ def _judge_slow_rank(figures: Figures) -> Finding | None:
     )
 
 
-_DRAFT = "measured: the planted causes of benchmarks/verdict.py against healthy runs"
+_DRAFT = "benchmarks/verdict.py: planted causes against healthy runs"
 RULES = (
     Rule(
-        "contention",
+        CONTENTION,
         "cores taken by others, or by a limit of the container",
         f"> {NOT_FREE:.0f} % of the time",
-        ("time/core_wait_pct", "time/core_limited_pct"),
+        "time/core_wait_pct, time/core_limited_pct",
         _DRAFT,
         _judge_contention,
     ),
@@ -516,7 +537,7 @@ RULES = (
         "threads",
         "more threads than cores",
         f"threads > cores, and they wait for each other > {CROWDED:.0f} % of the time",
-        ("time/core_wait_own_pct",),
+        "time/core_wait_own_pct",
         _DRAFT,
         _judge_threads,
         is_structural=True,
@@ -525,7 +546,7 @@ RULES = (
         "throttled",
         "a device that heat or power slowed",
         "once",
-        ("gpu/throttled",),
+        "gpu/throttled",
         "NVML's reasons for throttling",
         _judge_throttled,
         is_structural=True,
@@ -534,7 +555,7 @@ RULES = (
         "memory",
         "memory that is short: the allocator frees its cache",
         f"in > {RETRIES:.0%} of the steps",
-        ("memory/alloc_retries",),
+        "memory/alloc_retries",
         "a retry empties the cache and waits for the device (PyTorch, CUDA semantics)",
         _judge_memory,
         is_structural=True,
@@ -543,7 +564,7 @@ RULES = (
         "device_leak",
         "memory of the device that grows",
         f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope",
-        ("memory/allocated_mib",),
+        "memory/allocated_mib",
         _DRAFT,
         _judge_device_leak,
         is_structural=True,
@@ -553,7 +574,7 @@ RULES = (
         "memory of the process that grows",
         f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope, and up "
         "in 7 of 8 parts of the run",
-        ("memory/host_rss_mib",),
+        "memory/host_rss_mib",
         _DRAFT,
         _judge_host_leak,
         is_structural=True,
@@ -561,8 +582,8 @@ RULES = (
     Rule(
         "slow_rank",
         "a process that the others wait for",
-        f"it waits {RANK_LEAST:.0%} of a step less than the median, by work of its own",
-        ("ranks/NAME_WHICH",),
+        f"it waits {LEAST:.0%} of a step less than the median, by work of its own",
+        "ranks/NAME_WHICH",
         _DRAFT,
         _judge_slow_rank,
         is_structural=True,
@@ -572,7 +593,7 @@ RULES = (
         "steps that grow over the run",
         f"the last > {SLOWER} times the first, by the lower bound of the slope; by processor time "
         "on a busy machine",
-        ("speed/recent_steps_per_s", "time/step_cpu_ms"),
+        "speed/recent_steps_per_s, time/step_cpu_ms",
         _DRAFT,
         _judge_slowing,
         is_structural=True,
@@ -581,7 +602,7 @@ RULES = (
         "workers",
         "more workers of a loader than cores",
         f"the wait for data >= {TOLD:.0%}, workers > cores",
-        ("time/data_wait_ms",),
+        "time/data_wait_ms",
         _DRAFT,
         _judge_workers,
     ),
@@ -589,7 +610,7 @@ RULES = (
         "data",
         "the wait for data",
         f">= {TOLD:.0%} of the time",
-        ("time/data_wait_ms", "time/first_waits_s"),
+        "time/data_wait_ms, time/first_waits_s",
         _DRAFT,
         _judge_data,
     ),
@@ -597,26 +618,26 @@ RULES = (
         "transfer",
         "copies to the device",
         f">= {TOLD:.0%} of the time",
-        ("time/h2d_ms",),
+        "time/h2d_ms",
         _DRAFT,
         _judge_transfer,
     ),
-    Rule("eval", "evaluations", f">= {TOLD:.0%}", ("time/eval_s",), _DRAFT, _judge_eval),
+    Rule("eval", "evaluations", f">= {TOLD:.0%}", "time/eval_s", _DRAFT, _judge_eval),
     Rule(
         "checkpoint",
         "checkpoints",
         f">= {TOLD:.0%}",
-        ("time/checkpoint_s",),
+        "time/checkpoint_s",
         _DRAFT,
         _judge_checkpoint,
     ),
-    Rule("logging", "logging", f">= {TOLD:.0%}", ("time/log_s",), _DRAFT, _judge_logging),
+    Rule("logging", "logging", f">= {TOLD:.0%}", "time/log_s", _DRAFT, _judge_logging),
     *(
         Rule(
             bound,
             f"code between the steps that no phase names, of this kind: {what}",
             f">= {TOLD:.0%} of the time",
-            ("time/between_ms", "time/unaccounted_pct", "time/garbage_s"),
+            "time/between_ms, time/unaccounted_pct, time/garbage_s",
             _DRAFT,
             _judge_between(bound),
         )
@@ -632,15 +653,23 @@ RULES = (
         "optimizer",
         "a slow optimizer",
         f">= {OPTIMIZER:.0%} of the time, and more than 1.5 times forward and backward",
-        ("time/optimizer_ms",),
+        "time/optimizer_ms",
         _DRAFT,
         _judge_optimizer,
+    ),
+    Rule(
+        "compile",
+        "compiling the step, in a training that is over soon after",
+        f">= {TOLD:.0%} of the time",
+        "time/compile_s",
+        _DRAFT,
+        _judge_compile,
     ),
     Rule(
         "launch",
         "calls rather than arithmetic",
         f"< {PER_OPERATION_US:.0f} us of processor time an operation",
-        ("time/step_operations", "time/step_cpu_ms"),
+        "time/step_operations, time/step_cpu_ms",
         _DRAFT,
         _judge_launch,
         is_structural=True,
@@ -653,7 +682,7 @@ def make_markdown_table() -> str:
     """Return the rules as a Markdown table."""
     rows = [
         f"| `{rule.bound}` | {rule.what} | {rule.threshold} | "
-        f"{', '.join(f'`{name}`' for name in rule.figures)} | {rule.source} |"
+        f"`{rule.figures.replace(', ', '`, `')}` | {rule.source} |"
         for rule in RULES
     ]
     head = "| bound | what it tells | threshold | figures | source of the threshold |"
@@ -689,4 +718,4 @@ def _lower(text: str) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)

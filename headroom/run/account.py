@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
+from itertools import count
 from operator import getitem
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from headroom.base.facts import DeviceFacts
 from headroom.base.secret_texts import hide_secrets
 from headroom.device.detection import DeviceError, detect_best_device
 from headroom.process import signals
+from headroom.ranks.slow_rank import exchange_phases, find_slow_rank, select_phases
 from headroom.run.alerts import find_device_mib
 from headroom.run.failures import Failure
 from headroom.run.findings import make_device_json, make_device_tags
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
+_turns = count(1)  # accounts of this process: the same on all ranks of a program
 _measuring: dict[str, int] = {}  # accounts that are open, by the device whose peaks they measure
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
@@ -109,6 +112,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             self.warn(found.doubt)
             log.warning("%s", found.doubt)
         self._asked, self._source, self._is_quiet = (device, (model, optimizer)), source, quiet
+        self._turn = next(_turns)
         self._loop: OwnLoop | None = None
         self._device: DeviceFacts | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -348,6 +352,8 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             for metrics, step in found:
                 curves, age_s = self._make_curves(metrics, step)
                 lines.append((curves, step, age_s))
+            if self._loop is not None and not self._loop.is_deaf:
+                self._judge_so_far(self._loop.accounts)
             try:
                 self._journal.log_steps(lines)
             except JournalError as full:
@@ -446,7 +452,9 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
-        self._found.profile = loop.accounts.describe()
+        by_rank = exchange_phases(select_phases(self._found.summary), turn=self._turn)
+        slow_rank = find_slow_rank(by_rank)
+        self._found.profile = {**loop.accounts.describe(), "slow_rank": slow_rank}
         stats = loop.accounts.phases.meter.read_stats()
         if stats:
             self._write("memory/stats.json", json.dumps(stats, indent=1))

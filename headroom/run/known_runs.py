@@ -17,22 +17,29 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from time import time, time_ns
-from typing import Any
 from uuid import uuid4
 
 import psutil
 
+from headroom.base.event_log import (
+    LOG,
+    SENDING_LOCK,
+    START,
+    TRAINING_LOCK,
+    Line,
+    is_sent,
+    read_end,
+    read_json,
+    read_log_ends,
+    read_sent,
+)
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
 from headroom.device import leases
 from headroom.device.leases import Leases
 from headroom.prefect.prefect_http import compute_uptime
 from headroom.process.redaction import redact
-from headroom.tracking import journal
-from headroom.tracking.journal import BEGIN, SENDING_LOCK, Line, read_journal_ends
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
-
-START, LOCK = journal.START, journal.TRAINING_LOCK
 
 
 @dataclass(frozen=True)
@@ -88,11 +95,11 @@ class RunStart:
         """
         spent_s = self.spent_s
         try:
-            total_s = read_json(folder / "run.json")["metrics"]["time/total_s"]
+            total_s = read_end(folder)["metrics"]["time/total_s"]
             spent_s = max(spent_s, float(total_s))
         except (ValueError, LookupError, TypeError):
             with suppress(OSError):
-                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+                spent_s += max(0.0, (folder / LOG).stat().st_mtime - self.began_at)
         return replace(
             self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time(), spent_s=spent_s
         )
@@ -107,22 +114,10 @@ def read_start(folder: Path) -> RunStart | None:
         start = RunStart(**read_json(folder / START))
         start = replace(start, marks=tuple(start.marks))
         with suppress(LookupError):
-            sent = read_json(folder / "sent.json") if not start.run_id else {}
+            sent = read_sent(folder) if not start.run_id else {}
             start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
         return start
     return None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return what a JSON file of a run's folder says.
-
-    Empty where it is not there, or is damaged.
-    """
-    with suppress(OSError, ValueError):
-        content = json.loads(file.read_text())
-        if isinstance(content, dict):
-            return content
-    return {}
 
 
 def list_run_folders(runs: Path) -> list[Path]:
@@ -171,6 +166,7 @@ class LiveRun:
     stage: str = "starting"
     waits_for: str = ""
     device: str = ""
+    bound: str = ""  # what holds it back so far, in a sentence
     steps: int = 0
     epochs: int = 0
     peak_mib: float = 0.0  # where no curve has it
@@ -348,6 +344,7 @@ class KnownRun:
     peak_mib: float | None = None
     is_peak_lower_bound: bool = False
     reason: str = ""  # why it ended as it did
+    bound: str = ""  # what held it back, in a sentence
     unsent: str = ""  # why MLflow has not got all of it
     resume: str = ""  # the command that goes on with it
     began_at: float | None = None  # Unix time
@@ -395,6 +392,7 @@ def _make_live_run(live: LiveRun) -> KnownRun:
         user=find_owner(live),
         pid=live.pid,
         device=live.device,
+        bound=live.bound,
         waits_for=live.waits_for,
         steps=live.steps or None,
         epochs=live.epochs or None,
@@ -410,17 +408,16 @@ def read_run_folder(folder: Path) -> KnownRun | None:
     start = read_start(folder)
     if start is None:
         return None
-    end = read_json(folder / "run.json")
+    end = read_end(folder)
     tags = end.get("tags") or {}
     status, reason = end.get("status"), end.get("error") or end.get("stopped") or ""
-    is_alive = is_held(folder / LOCK)  # of a process that could not tell of itself
+    is_alive = is_held(folder / TRAINING_LOCK)  # of a process that could not tell of itself
     if is_alive:
         status, reason = "training", ""
     elif status is None and is_held(folder / SENDING_LOCK):
         status = "sending"
     elif status is None:
-        is_closed = read_json(folder / "sent.json").get("closed")
-        status, reason = ("ended", END_UNKNOWN) if is_closed else ("gone", GONE)
+        status, reason = ("ended", END_UNKNOWN) if is_sent(folder) else ("gone", GONE)
     is_done = is_alive or (status == "FINISHED" and not reason)
     run = KnownRun(
         name=start.name,
@@ -432,6 +429,7 @@ def read_run_folder(folder: Path) -> KnownRun | None:
         pid=start.pid or None,
         device=str(tags.get("device") or read_json(folder / "device.json").get("name") or ""),
         reason=" ".join(str(reason).split()),
+        bound=str(tags.get("bound.why") or ""),
         unsent="" if is_alive or not end else _explain_unsent(folder),
         steps=start.steps or None,
         epochs=start.epochs or None,
@@ -444,14 +442,14 @@ def read_run_folder(folder: Path) -> KnownRun | None:
 
 def _explain_unsent(folder: Path) -> str:
     """Return why MLflow has not got all of a run that has ended; empty where it has."""
-    if (folder / BEGIN).exists():
-        return UNKNOWN
-    return str(read_json(folder / "sent.json").get("unsent") or "")
+    sent = read_sent(folder)
+    is_new = not sent.get("run_id") or (sent.get("closed") and not is_sent(folder))
+    return UNKNOWN if is_new else str(sent.get("unsent") or "")
 
 
 def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) -> KnownRun:
-    """Return the run with the newest values of its journal, and those of its end over them."""
-    first, newest = read_journal_ends(Path(run.folder) / "metrics.jsonl")
+    """Return the run with the newest values of its log, and those of its end over them."""
+    first, newest = read_log_ends(Path(run.folder) / LOG)
     measured: dict[str, float] = {}
     peaks = []
     for _, _, metrics in [*first, *newest]:

@@ -17,7 +17,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from headroom.base.names import LOWER_BOUND, Place, list_words
-from headroom.base.units import format_clock, format_mebibytes, format_number, format_seconds
+from headroom.base.units import (
+    format_clock,
+    format_mebibytes,
+    format_number,
+    format_percent,
+    format_seconds,
+)
+from headroom.report.verdict import MIXED, SHORT, Verdict
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -61,6 +68,7 @@ class Progress:
         self._untold = False
         self._ended = False
         self._bar: Bar | None = None
+        self._bound = ""  # what holds it back
 
     def __enter__(self) -> Self:
         self._began_s = self._now_s()
@@ -101,6 +109,14 @@ class Progress:
         if quiet_s >= PLAIN_EVERY_S and (self._compute_epoch() > told_epoch or quiet_s >= QUIET_S):
             self._tell(now_s)
 
+    def show_verdict(self, verdict: Verdict) -> None:
+        """Show from now on what holds the training back."""
+        if verdict.bound in (MIXED, SHORT):
+            self._bound = ""
+            return
+        share = "" if verdict.share is None else f" {format_percent(verdict.share)}"
+        self._bound = f"bound by {verdict.bound.replace('_', ' ')}{share}"
+
     def tell_if_silent(self) -> None:
         """Log how far it is where that was not logged for long, within a step of minutes."""
         now_s = self._now_s()
@@ -133,9 +149,16 @@ class Progress:
         peak = self._describe_first(*list_words(Place.PROGRESS_MEMORY), words=format_mebibytes)
         if self._known.get(LOWER_BOUND):
             peak = [part.replace("peak ", "peak at least ") for part in peak]
+        bound = [self._bound] if self._bound else []
         lines = (
             "  ".join([epoch, *loss, *kept, *left])
-            for kept in ([*score, *speed, *peak], [*speed, *peak], speed, [])
+            for kept in (
+                [*score, *speed, *peak, *bound],
+                [*score, *speed, *peak],
+                [*speed, *peak],
+                speed,
+                [],
+            )
         )
         return next((line for line in lines if len(line) <= columns), epoch)
 

@@ -32,6 +32,7 @@ from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training.admission import PastRuns
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
 from headroom.training.plan import Plan
+from headroom.watch.accounts import find_newest_accounts
 from headroom.watch.leaks import LeakError
 from headroom.watch.step_metrics import AGE_S
 
@@ -217,6 +218,9 @@ class Record(Recording):
         assert self._progress is not None, "log() before begin()"
         self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
         super().log(metrics, step)
+        verdict = self._judge_so_far(find_newest_accounts())
+        if verdict is not None:
+            self._progress.show_verdict(verdict)
 
     def keep_training(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from time import monotonic
 from typing import Any, Self
 
+from headroom.base.event_log import ONCE
 from headroom.base.facts import ReleaseFacts
 from headroom.process import signals
-from headroom.process.redaction import redact_nested
-from headroom.report.verdict import judge_run
+from headroom.process.redaction import redact, redact_nested
+from headroom.report.verdict import Verdict, judge_run
 from headroom.run.alerts import Alerts, read_told
 from headroom.run.failures import Failure, classify_failure
 from headroom.run.findings import Findings, RunClock
@@ -35,12 +38,14 @@ from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import GateConfig
-from headroom.tracking.journal import ONCE, Journal, JournalError
+from headroom.tracking.journal import Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from headroom.watch.accounts import Accounts
 from headroom.watch.step_metrics import AGE_S
 
 log = logging.getLogger(__name__)
 ALERTS = "alerts.json"  # of a run's folder: what it was alerted of
+JUDGE_AFTER_S, JUDGE_EVERY_S = 60.0, 120.0  # what holds a run back is told while it trains
 
 
 class Recording:
@@ -70,6 +75,7 @@ class Recording:
         self._held = ExitStack()
         self._live = Announcement(claim.folder, claim.name)
         self._alerts, self._messenger = Alerts(self._alert), Messenger(notify)
+        self._judges_at_s = monotonic() + JUDGE_AFTER_S
 
     @property
     def folder(self) -> Any:
@@ -139,6 +145,33 @@ class Recording:
         """Keep the metrics of a step: a loop's one seam."""
         curves, age_s = self._make_curves(metrics, step)
         self._journal.log(curves, step, age_s=age_s)
+
+    def _judge_so_far(self, accounts: Accounts | None) -> Verdict | None:
+        """Return what holds the run back so far, where it is time to say it, and announce it."""
+        now_s = monotonic()
+        if accounts is None or now_s < self._judges_at_s:
+            return None
+        self._judges_at_s = now_s + JUDGE_EVERY_S
+        try:
+            so_far = {"metrics": accounts.summarize_so_far(), "profile": accounts.describe()}
+            verdict = judge_run({**so_far, "params": self.params, "tags": self._found.tags})
+        except Exception:  # the training is worth more than a sentence about it
+            log.warning("what holds this run back could not be told", exc_info=True)
+            self._judges_at_s = math.inf
+            return None
+        if verdict is not None:
+            self._live.tell(bound=redact(verdict.why))
+        return verdict
+
+    def _judge(self) -> None:
+        """Keep what held the run back, as tags."""
+        try:
+            verdict = judge_run(self.run)
+        except Exception:
+            log.warning("what held this run back could not be told", exc_info=True)
+            return
+        if verdict is not None:
+            self.run["tags"] |= verdict.make_tags()
 
     def _make_curves(
         self, metrics: Mapping[str, float], step: int
@@ -249,9 +282,7 @@ class Recording:
             **self._found.make_report(),
         }
         self.run["metrics"]["time/total_s"] = before_s + self._clock.total_s()
-        verdict = judge_run(self.run)
-        if verdict is not None:
-            self.run["tags"] |= verdict.make_tags()
+        self._judge()
         if not self._found.failure and not self._found.stopped:
             self.run |= self._compare()
         self.run = redact_nested(self.run)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
+from headroom.base.event_log import TRAINING_LOCK, read_end
 from headroom.base.facts import DeviceFacts
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_seconds, make_printable
@@ -26,11 +27,9 @@ from headroom.process import command
 from headroom.process.redaction import redact
 from headroom.run.failures import Failure
 from headroom.run.known_runs import (
-    LOCK,
     RunStart,
     list_run_folders,
     make_resume_command,
-    read_json,
     read_start,
 )
 from headroom.settings import read_settings
@@ -141,7 +140,7 @@ def find_unfinished_folder(runs: Path, key: str) -> Path | None:
     newest = _find_newest(runs, key)
     if newest is None or _is_done(newest):
         return None
-    return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
+    return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / TRAINING_LOCK) else None
 
 
 def lock_key(runs: Path, key: str) -> KeyLock:
@@ -350,7 +349,7 @@ def lock_for_training(folder: Path) -> FileLock:
     Raises ConfigError where another process trains there, or nothing can be written.
     """
     try:
-        lock = FileLock(folder / LOCK)
+        lock = FileLock(folder / TRAINING_LOCK)
         is_mine = lock.take(f"process {os.getpid()}")
     except OSError as error:
         raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
@@ -367,7 +366,7 @@ def _read_run_id(folder: Path) -> str:
 
 
 def _is_done(folder: Path) -> bool:
-    run = read_json(folder / "run.json")
+    run = read_end(folder)
     return run.get("status") == "FINISHED" and not run.get("stopped")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headroom.base.event_log import LOG, SENDING_LOCK, TRAINING_LOCK, is_sent, remove_folder
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_mebibytes, format_seconds, make_printable
 from headroom.prefect import local_prefect, prefect_http
@@ -23,8 +23,6 @@ from headroom.prefect.prefect_http import FlowRunEnd
 from headroom.process import children
 from headroom.process.redaction import redact
 from headroom.run.known_runs import (
-    LOCK,
-    START,
     find_left_files,
     find_live_runs,
     list_run_folders,
@@ -32,11 +30,11 @@ from headroom.run.known_runs import (
 )
 from headroom.services import serve
 from headroom.services.parts import find_parts, find_worker_starts
-from headroom.tracking.journal import SENDING_LOCK
 from headroom.tracking.tracking_settings import TrackingSettings
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
 
 MIB = 1024**2
+LOCKS = (TRAINING_LOCK, SENDING_LOCK)
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 
 
@@ -98,7 +96,7 @@ def _make_mlflow_action(told: dict[str, Any], known: dict[str, FlowRunEnd]) -> T
     if "verb" not in told:
         return TidyAction("end", "runs in MLflow", told["problem"])
     with suppress(OSError):
-        at_s = (Path(told["folder"]) / "metrics.jsonl").stat().st_mtime
+        at_s = (Path(told["folder"]) / LOG).stat().st_mtime
         known[told["flow_run"]] = FlowRunEnd(at_s=at_s)
     why = "its process is gone" if told["verb"] == "end" else "not all of it was sent to MLflow"
     id = f" ({told['run_id'][:8]})" if told["run_id"] else ""  # MLflow has not heard of it yet
@@ -135,30 +133,21 @@ def _remove_old_runs(runs: Path, older_s: float, *, does: bool) -> Iterator[Tidy
     for folder in list_run_folders(runs):
         with suppress(OSError), ExitStack() as held:
             age_s = time.time() - max(file.stat().st_mtime for file in folder.iterdir())
-            is_sent = '"closed": true' in (folder / "sent.json").read_text()
-            if age_s < older_s or not is_sent or str(folder) in live:
+            if age_s < older_s or not is_sent(folder) or str(folder) in live:
                 continue
-            if any(is_held(folder / name) for name in (LOCK, SENDING_LOCK)):
+            if any(is_held(folder / name) for name in LOCKS):
                 continue
             start, size = read_start(folder), sum(f.lstat().st_size for f in folder.rglob("*"))
             kept = [
                 f", with its checkpoint of step {n:,}" for n in list_steps(folder / CHECKPOINTS)[:1]
             ]
             if does:
-                locks = [held.enter_context(FileLock(folder / n)) for n in (LOCK, SENDING_LOCK)]
+                locks = [held.enter_context(FileLock(folder / name)) for name in LOCKS]
                 if not all(lock.take(f"process {os.getpid()}, which removes it") for lock in locks):
                     continue
-                _remove_folder(folder)
+                remove_folder(folder)
             name = make_printable(start.name if start else "", limit=60)
             description = ", ".join(
                 [name, f"{format_seconds(age_s)} old", format_mebibytes(size / MIB)]
             )
             yield TidyAction("remove", "".join([f"{folder}: {description}", *kept]))
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove the folder; what makes it a run's goes last: interrupted, it is found again."""
-    last = ["sent.json", START]
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name in last and 1 + last.index(e.name)):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    folder.rmdir()

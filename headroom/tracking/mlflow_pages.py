@@ -28,7 +28,7 @@ CREATED_MS = 1_767_225_600_000  # the same at each writing, so that it is seen t
 SETTINGS = ("optim.lr", "train.batch_size", "train.epochs")  # that people vary
 DURATION = "duration"  # a column that is always there
 LAST_COLUMNS = (
-    *("tags.`gate`", "tags.`warnings`", DURATION, "tags.`device`"),
+    *("tags.`gate`", "tags.`bound`", "tags.`warnings`", DURATION, "tags.`device`"),
     *(f"metrics.`{name}`" for name in list_shown(Place.MLFLOW_COLUMN)),
     "attributes.`Dataset`",
 )

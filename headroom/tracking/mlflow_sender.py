@@ -1,6 +1,6 @@
-"""The sending process: with the files beside it the only importer of mlflow. It carries out
-the orders of the training process, which come as lines of JSON, and sends the run's journal
-between them.
+"""The sending process: with the files beside it the only importer of mlflow. It follows the event
+log in the folder of a run, and sends to MLflow what is new there. The training process tells it, in
+lines of JSON, where MLflow is, and then of which folder there is more to read.
 
 `python -m headroom.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was
 away.
@@ -37,6 +37,7 @@ with pause_collection():
     from mlflow.exceptions import MlflowException
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+    from headroom.base.event_log import read_end
     from headroom.base.file_lock import FileLock
     from headroom.prefect import prefect_http
     from headroom.process.redaction import redact, redact_output
@@ -58,7 +59,7 @@ SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run 
 
 
 class Session:
-    """Carries out the orders of one training process, and answers them."""
+    """Sends the run of one training process, and answers what that waits for."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
         self.answer = answer
@@ -68,7 +69,8 @@ class Session:
         self.training: psutil.Process | None = None
         self.experiment_id = ""
         self.sender: Sender | None = None
-        self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
+        self.wake: dict[str, Any] = {}  # the newest: which folder, and what is known of its run
+        self.is_patient = False  # MLflow hears of the run's begin as soon as it is there
         self.held: FileLock | None = None  # the folder's lock, until then
         self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
@@ -79,36 +81,44 @@ class Session:
         self.system: SystemMetricsMonitor | None = None
         self.kills = host_memory.count_kills()  # by the kernel, before this run
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
-        """Carry out one order; return the answer, or None where nobody waits for one."""
-        match order.pop("do"):
-            case "open":
-                self.where = TrackingSettings(**order["where"])
-                self.prefect_api = order.get("prefect_api", "")
-                self.watch(order.get("pid", 0))
-                self.answer({"to": "open"})  # MLflow is imported
-                with pause_collection():  # it imports MLflow's store
-                    self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-                notes = [*mlflow_store.notes]
-                mlflow_store.notes.clear()
-                return {"ready": True, "notes": notes}
-            case "begin":
-                if not order.get("late"):
-                    return self.begin(order)
-                self.begin_order = order  # nobody waits for it
-                self.held = try_sending_lock(Path(order["folder"]))
-                return None
-            case "close":
-                if self.sender is None:
-                    assert self.begin_order is not None
-                    self.answer({"to": "begin", **self.begin(self.begin_order)})
-                times = self.close(order["run"])
-                registered = self.sender.registered if self.sender is not None else ""
-                return {"closed": True, "times": times, "registered": registered}
-            case "add":
-                self.add(Path(order["folder"]))
-                return None
-        raise AssertionError("an unknown instruction")
+    def hear(self, line: dict[str, Any]) -> None:
+        """Take a line of the training process, and answer it."""
+        if "where" in line:
+            return self._answer_for("open", lambda: self.open(**line))
+        self.wake = line
+        folder = Path(line["folder"])
+        if end := line.get("end") or read_end(folder):
+            self._answer_for("close", lambda: self.close(end))
+        elif "wanted" in line:
+            self._answer_for("begin", self.begin)
+        elif self.sender is None:
+            self.is_patient = True  # nobody waits for it
+            self.held = self.held or try_sending_lock(folder)
+
+    def _answer_for(self, to: str, call: Callable[[], dict[str, Any]]) -> None:
+        """Answer with what the call returns, or with why it can't: the training process has to
+        hear of it, whatever it is."""
+        try:
+            answer = call()
+        except RunGone as gone:
+            answer = {"gone" if to == "begin" else "error": str(gone)}
+        except Exception as error:  # of any store
+            is_kept = to != "close" and mlflow_store.may_answer_later(error, self.where)
+            self.is_patient = self.is_patient or (is_kept and to == "begin")
+            told = mlflow_store.explain_error(error, self.where)
+            answer = {"away" if is_kept else "error": told}
+        self.answer({"to": to, **answer})
+
+    def open(self, where: dict[str, Any], prefect_api: str = "", pid: int = 0) -> dict[str, Any]:
+        """Open the experiment. Raises what MLflow raises."""
+        self.where, self.prefect_api = TrackingSettings(**where), prefect_api
+        self.watch(pid)
+        self.answer({"to": "open"})  # MLflow is imported
+        with pause_collection():  # it imports MLflow's store
+            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+        notes = [*mlflow_store.notes]
+        mlflow_store.notes.clear()
+        return {"ready": True, "notes": notes}
 
     def watch(self, pid: int) -> None:
         """Let `is_alone` know that very process, whatever happens to its number."""
@@ -127,56 +137,57 @@ class Session:
             return not is_there or self.training.status() == psutil.STATUS_ZOMBIE
         return True
 
-    def begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Begin the run in MLflow. Raises what MLflow raises."""
+    def begin(self, *, is_over: bool = False) -> dict[str, Any]:
+        """Let MLflow know how the run began, or that it goes on. is_over: it has ended since.
+
+        Raises what MLflow raises.
+        """
         assert self.where is not None
         if self.client is None:
             self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-        self.experiment_id = order.get("experiment_id", self.experiment_id)
-        folder, tags, past = Path(order["folder"]), order["tags"], {}
+        experiment_id = self.wake.get("experiment_id") or self.experiment_id
+        folder, past = Path(self.wake["folder"]), {}
         self.held = self.held or wait_for_sending_lock(folder)
-        if not order.get("late"):
+        tags = orphaned_runs.read_tags(folder)
+        if "wanted" in self.wake and not self.is_patient:
             past = find_newest_metrics(
-                self.client, self.experiment_id, tags["alike"], order["wanted"]
+                self.client, experiment_id, tags.get("alike", ""), self.wake["wanted"]
             )
+        ids = {"run_id": self.wake.get("run_id", ""), "experiment_id": experiment_id}
         try:
-            sender = orphaned_runs.begin_run(
-                self.client, self.where, folder, order, self.experiment_id
-            )
+            sender = orphaned_runs.begin_run(self.client, self.where, folder, **ids)
         except RunGone:  # another one may begin, in another folder
             self.held.close()
             self.held = None
             raise
         sender.held = self.held
-        sender.telemetry = make_telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
+        self.experiment_id = sender.state.experiment_id
         self.gate_of = tags.get("gate.of", "")
         self.source = tags.get("mlflow.source.name", "")
         ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
+        if not is_over:
+            sender.telemetry = make_telemetry(self.client, sender.state.run_id, tags)
         return {**ids, "past": past}
 
     @property
     def is_begin_due(self) -> bool:
         """Whether the run has started without MLflow and is to be begun there now."""
-        return (
-            self.begin_order is not None
-            and self.sender is None
-            and (time.monotonic() >= self.retry_at)
-        )
+        return self.is_patient and self.sender is None and time.monotonic() >= self.retry_at
 
     def begin_patiently(self) -> None:
         """Begin the run in MLflow that has started without it, or try again later."""
-        if not self.is_begin_due or self.begin_order is None:
+        if not self.is_begin_due:
             return
         try:
-            self.answer({"to": "begin", **self.begin(self.begin_order)})
+            self.answer({"to": "begin", **self.begin()})
         except Exception as error:  # of any store: sqlite's, the network's, the server's
             print(f"kept, not yet begun: {redact(str(error))}", file=sys.stderr)
             self.retry_at = time.monotonic() + self.wait_s
             self.wait_s = min(30.0, 2 * self.wait_s)
 
     def idle(self) -> None:
-        """Send what is new between orders, then do what makes the end faster."""
+        """Send what is new while nobody waits, then do what makes the end faster."""
         if self.sender is None:
             return self.begin_patiently()
         self.tell_history()  # first: a short run's end waits for it
@@ -222,8 +233,10 @@ class Session:
         assert self.where is not None
         prefect_http.correct_flow_runs(self.prefect_api, Path(self.where.runs))
 
-    def close(self, run: dict[str, Any]) -> dict[str, float]:
-        """End the run, trying again until `give_up_s` have passed."""
+    def close(self, run: dict[str, Any]) -> dict[str, Any]:
+        """End the run, trying again until `give_up_s` have passed; return the answer to that."""
+        if self.sender is None:
+            self.answer({"to": "begin", **self.begin(is_over=True)})
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})
         if self.system is not None:
@@ -231,20 +244,14 @@ class Session:
         until = time.monotonic() + self.where.give_up_s
         while True:
             try:
-                return self.sender.close(run)
+                times = self.sender.close(run)
+                break
             except (MlflowException, OSError) as error:
                 if time.monotonic() > until:
                     raise
                 print(f"not closed yet: {redact(str(error))}", file=sys.stderr)
                 time.sleep(1)
-
-    def add(self, folder: Path) -> None:
-        """Send what was added to a run after its end."""
-        assert self.client is not None and self.where is not None
-        held = wait_for_sending_lock(folder)  # the process that has ended it may still be there
-        state = SendingState("", "")
-        with orphaned_runs.pass_over_errors(folder.name):
-            orphaned_runs.resend(Sender(self.client, self.where, folder, state, held=held))
+        return {"closed": True, "times": times, "registered": self.sender.registered}
 
     def end(self) -> None:
         """End the run where the training process is gone without closing it: it was killed."""
@@ -297,7 +304,7 @@ def read_code_version(source: str = "") -> dict[str, str]:
 
 
 def main() -> None:
-    """Carry out the orders of the training process until it closes its end of the pipe."""
+    """Send the run of the training process until that closes its end of the pipe."""
     answers, pending = os.fdopen(os.dup(1), "w", buffering=1), b""
     os.dup2(2, 1)  # what a library prints is not an answer
 
@@ -318,25 +325,9 @@ def main() -> None:
         read = os.read(0, 1 << 16)
         if not read:
             return session.end()
-        *orders, pending = (pending + read).split(b"\n")
-        for order in orders:
-            told = json.loads(order)
-            to = told["do"]
-            try:
-                answer = session.obey(told)
-            except RunGone as gone:
-                answer = {"gone" if to == "begin" else "error": str(gone)}
-            except Exception as error:  # whatever it is, the training process has to hear of it
-                is_kept = to in ("open", "begin") and mlflow_store.may_answer_later(
-                    error, session.where
-                )
-                if is_kept and to == "begin":
-                    session.begin_order = {**told, "late": True}
-                answer = {
-                    "away" if is_kept else "error": mlflow_store.explain_error(error, session.where)
-                }
-            if answer is not None:
-                tell({"to": to, **answer})
+        *lines, pending = (pending + read).split(b"\n")
+        for line in lines:
+            session.hear(json.loads(line))
 
 
 def send_folder(folder: Path) -> int:

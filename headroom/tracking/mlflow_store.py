@@ -5,7 +5,6 @@ of the sending process.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -27,9 +26,18 @@ from requests import exceptions as http
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from headroom.base.event_log import (
+    SENDING_LOCK,
+    SENT,
+    START,
+    TRAINING_LOCK,
+    is_sent,
+    read_end,
+    read_json,
+    remove_folder,
+)
 from headroom.base.file_lock import FileLock
 from headroom.process.redaction import redact
-from headroom.tracking.journal import BEGIN, SENDING_LOCK, START, TRAINING_LOCK
 from headroom.tracking.mlflow_pages import VIEW_TAG, make_view_tag
 from headroom.tracking.tracking_settings import (
     TrackingError,
@@ -294,7 +302,7 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
 
     None of a training that may go on from a checkpoint, and none that another process uses.
     """
-    old = [f.parent for f in runs.glob("*/sent.json") if _may_remove(f.parent)]
+    old = [f.parent for f in runs.glob(f"*/{SENT}") if _may_remove(f.parent)]
     old.sort(key=lambda folder: (_read_made_at(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
@@ -304,21 +312,19 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
         ):
             mine = all(lock.take(f"process {os.getpid()}, which removes it") for lock in (one, two))
             if mine and _may_remove(folder):  # still
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
 
 def _read_made_at(folder: Path) -> float:
     """Return when its run was made, by its start.json: its name has another clock's time."""
-    with suppress(OSError, ValueError, TypeError, LookupError):
-        return float(json.loads((folder / START).read_text())["made_at"])
+    with suppress(ValueError, TypeError, LookupError):
+        return float(read_json(folder / START)["made_at"])
     return 0.0
 
 
 def _may_remove(folder: Path) -> bool:
-    with suppress(OSError, ValueError):
-        if '"closed": true' in (folder / "sent.json").read_text() and not (folder / BEGIN).exists():
-            if not list_steps(folder / CHECKPOINTS):
-                return True
-            run = json.loads((folder / "run.json").read_text())
-            return run.get("status") == "FINISHED" and not run.get("stopped")
-    return False
+    if not is_sent(folder):
+        return False
+    run = read_end(folder)
+    is_done = run.get("status") == "FINISHED" and not run.get("stopped")
+    return is_done or not list_steps(folder / CHECKPOINTS)

@@ -9,6 +9,7 @@ to.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,25 @@ from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
+from headroom.base.event_log import (
+    END,
+    LOG,
+    SENDING_LOCK,
+    SENT,
+    START,
+    append_event,
+    is_sent,
+    make_event,
+    read_begins,
+    read_end,
+    read_json,
+    read_metrics_before,
+)
 from headroom.base.file_lock import is_held
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import is_run_alive
 from headroom.process.redaction import redact
-from headroom.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
+from headroom.tracking.journal import RunGone
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
@@ -72,7 +87,7 @@ def pass_over_errors(which: str) -> Iterator[None]:
 
 
 def _find_folders(chosen: TrackingSettings) -> set[str]:
-    found = (Path(chosen.runs).glob(f"*/{name}") for name in ("sent.json", BEGIN))
+    found = (Path(chosen.runs).glob(f"*/{name}") for name in (SENT, LOG))
     return {file.parent.name for files in found for file in files}
 
 
@@ -87,57 +102,90 @@ def _find_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> Iterato
     for name in sorted(_find_folders(chosen)):
         folder = Path(chosen.runs) / name
         with pass_over_errors(name):
-            begin, said = _read_begin(folder), _read_sent_state(folder)
-            if begin is None and said is not None and said.closed:
+            if is_sent(folder):
                 continue
+            begin = _read_new_begin(folder)
             tags = find_run(client, folder).data.tags if begin is None else begin["tags"]
             if _is_gone(tags):
                 yield Sender(client, chosen, folder, SendingState("", ""))
 
 
-def _read_begin(folder: Path) -> dict[str, Any] | None:
-    """Return how the run began, where MLflow does not know it yet; else None."""
-    with suppress(FileNotFoundError):
-        begin: dict[str, Any] = json.loads((folder / BEGIN).read_text())
-        return begin
-    return None
+def _read_new_begin(folder: Path, begun: int | None = None) -> dict[str, Any] | None:
+    """Return how the run began, or went on, behind that offset of its log, with the offset behind
+    it as `begun`; None where it did not. begun: by default the offset of which MLflow was told.
+
+    Of one that went on several times it is what they say together, with the first start.
+    """
+    if begun is None:
+        said = _read_sent_state(folder)
+        begun = said.begun if said is not None and said.run_id else 0
+    begins = read_begins(folder / LOG, begun)
+    if not begins:
+        return None
+    contents = [content for content, _ in begins]
+    merged = {name: value for content in contents for name, value in content.items()}
+    merged["tags"] = {name: value for one in contents for name, value in one["tags"].items()}
+    return {**merged, "start_ms": contents[0]["start_ms"], "begun": begins[-1][1]}
+
+
+def read_tags(folder: Path) -> dict[str, str]:
+    """Return the tags with which the run of this folder began, or went on; those of its newest
+    begins, where MLflow knows of the ones before."""
+    begin = _read_new_begin(folder) or _read_new_begin(folder, 0)
+    return {} if begin is None else begin["tags"]
 
 
 def begin_run(
     client: MlflowClient,
     chosen: TrackingSettings,
     folder: Path,
-    begin: dict[str, Any],
-    experiment_id: str,
+    *,
+    run_id: str = "",
+    experiment_id: str = "",
 ) -> Sender:
-    """Begin the run in MLflow of a training that begins or goes on; return its sender.
+    """Let MLflow know of the run as far as its log says how it began and went on; return its
+    sender.
 
-    It is the run that has this journal, else a new one. Raises RunGone where it was deleted, and
-    where another copy of the folder has gone on with it, or does so now.
+    It is the run of that id, else the one that has this log, else a new one, in that experiment or
+    the one that the log names. Raises RunGone where it was deleted, and where another copy of the
+    folder has gone on with it, or does so now. Raises ValueError where the log has no begin, and
+    MLflow no run.
     """
-    run = _read_known_run(client, begin["run_id"]) if "run_id" in begin else None
-    if run is None and folder.name in _find_folders(chosen):  # whoever made it may have died then
+    run = _read_known_run(client, run_id) if run_id else None
+    if run is None and (folder / SENT).exists():  # whoever made it may have died then
         with suppress(ValueError):
             run = find_run(client, folder)
     if run is None:
-        words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
-        words["data"] = begin.get("data", [])
-        sender = create_run(client, chosen, experiment_id=experiment_id, folder=folder, **words)
-        _keep_start(folder, begin.get("start"), sender.state)
-    else:
-        if run.info.lifecycle_stage == "deleted":
-            raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
-        state = find_sending_state(client, run, folder)
-        if begin.get("again"):  # in mid-run, with another sending process
-            return Sender(client, chosen, folder, state)
-        _refuse_living(run, begin["tags"])
-        if claim := begin.get("claim"):
-            claim_run(client, run, **claim)
-        sender = reopen_run(client, chosen, state=state, folder=folder, tags=begin["tags"])
-        sender.tell_params(begin.get("params", {}))
-        sender.tell_data(begin.get("data", []))
-    (folder / BEGIN).unlink(missing_ok=True)
+        return _create_run(client, chosen, folder, experiment_id)
+    if run.info.lifecycle_stage == "deleted":
+        raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
+    state = find_sending_state(client, run, folder)
+    begin = _read_new_begin(folder, state.begun)
+    if begin is None:
+        return Sender(client, chosen, folder, state)
+    tags = begin["tags"]
+    _refuse_living(run, tags)
+    if claim := begin.get("claim"):
+        claim_run(client, run, **claim)
+    how = {"state": state, "folder": folder, "tags": tags, "begun": begin["begun"]}
+    sender = reopen_run(client, chosen, **how)
+    sender.tell_params(begin.get("params", {}))
+    sender.tell_data(begin.get("data", []))
     return sender
+
+
+def _create_run(
+    client: MlflowClient, chosen: TrackingSettings, folder: Path, experiment_id: str
+) -> Sender:
+    begin = _read_new_begin(folder, 0)
+    if begin is None:
+        raise ValueError("MLflow has no run of this journal")
+    if not experiment_id:
+        chosen = chosen.model_copy(update={"experiment": begin["experiment"]})
+        client, experiment_id = open_experiment(chosen)
+    words = {name: begin[name] for name in ("name", "params", "tags", "start_ms", "begun")}
+    words["data"] = begin.get("data", [])
+    return create_run(client, chosen, experiment_id=experiment_id, folder=folder, **words)
 
 
 def _refuse_living(run: Run, tags: Mapping[str, str]) -> None:
@@ -150,15 +198,6 @@ def _refuse_living(run: Run, tags: Mapping[str, str]) -> None:
             f"its run {run.info.run_id} is being trained by process {before.get('pid')}, in "
             "another copy of this folder"
         )
-
-
-def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: SendingState) -> None:
-    """Write start.json, where the run's process may die before it writes that itself."""
-    if start is not None and not (folder / START).exists():
-        ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
-        half = folder / f"{START}.new"
-        half.write_text(json.dumps({**start, **ids}))
-        half.rename(folder / START)
 
 
 def _read_known_run(client: MlflowClient, run_id: str) -> Run:
@@ -174,7 +213,7 @@ def _read_known_run(client: MlflowClient, run_id: str) -> Run:
 def _read_sent_state(folder: Path) -> SendingState | None:
     """Return what sent.json says; None where it can't be read."""
     with suppress(OSError, ValueError, TypeError):
-        return SendingState(**json.loads((folder / "sent.json").read_text()))
+        return SendingState(**json.loads((folder / SENT).read_text()))
     return None
 
 
@@ -185,7 +224,7 @@ def find_run(client: MlflowClient, folder: Path) -> Run:
     there is none.
     """
     said = _read_sent_state(folder)
-    if said is not None:
+    if said is not None and said.run_id:
         with suppress(MlflowException):
             run = client.get_run(said.run_id)
             if run.data.tags.get("journal") == folder.name:
@@ -201,7 +240,7 @@ def find_run(client: MlflowClient, folder: Path) -> Run:
 def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:
     """Return how far the run was sent, by sent.json.
 
-    That counts as far as the journal and MLflow agree with it; else all is sent from the
+    That counts as far as the log and MLflow agree with it; else all is sent from the
     start. What is sent twice is kept once.
     """
     whole = SendingState(run.info.run_id, run.info.experiment_id)
@@ -209,13 +248,14 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
         return whole
-    if said.closed and run.info.status != "RUNNING":
+    if is_sent(folder) and run.info.status != "RUNNING":
         return said
+    whole.begun = said.begun
     with suppress(MlflowException):
         if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
             whole.model_id, whole.has_model = said.model_id, said.has_model
     try:
-        before = read_metrics_before(folder / "metrics.jsonl", said.offset) if said.offset else {}
+        before = read_metrics_before(folder / LOG, said.offset) if said.offset else {}
     except (OSError, ValueError, TypeError) as error:
         print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
         return whole
@@ -227,8 +267,12 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
 
 def _is_gone(tags: Mapping[str, str]) -> bool:
     """Return whether the run's process was one of this host and is no more."""
-    is_here = tags.get("host") == socket.gethostname()
-    return is_here and not is_run_alive(tags)
+    return tags.get("host") == socket.gethostname() and not is_run_alive(tags)
+
+
+def _is_alive(tags: Mapping[str, str]) -> bool:
+    """Return whether the run's process is one of this host that lives."""
+    return tags.get("host") == socket.gethostname() and is_run_alive(tags)
 
 
 def resend(sender: Sender, *, dead: str = DEAD) -> bool:
@@ -241,6 +285,12 @@ def resend(sender: Sender, *, dead: str = DEAD) -> bool:
         sender.held = try_sending_lock(sender.folder)
         if sender.held is None:
             return False
+        begin = _read_new_begin(sender.folder)
+        is_alive = begin is not None and _is_alive(begin["tags"])
+        if is_alive and not read_end(sender.folder):  # it goes on, and MLflow will know
+            sender.held.close()
+            sender.held = None
+            return False
     try:
         _resend(sender, dead)
     finally:
@@ -251,18 +301,15 @@ def resend(sender: Sender, *, dead: str = DEAD) -> bool:
 
 
 def _resend(sender: Sender, dead: str) -> None:
-    if sender.held is not None and (begin := _read_begin(sender.folder)) is not None:
-        chosen = sender.where.model_copy(update={"experiment": begin["experiment"]})
-        sender.client, experiment_id = open_experiment(chosen)
-        sender.state = begin_run(sender.client, chosen, sender.folder, begin, experiment_id).state
+    if sender.held is not None:
+        begun = begin_run(sender.client, sender.where, sender.folder, run_id=sender.state.run_id)
+        sender.client, sender.state = begun.client, begun.state
     elif not sender.state.run_id:
         run_info = find_run(sender.client, sender.folder).info
         sender.state = SendingState(run_info.run_id, run_info.experiment_id)
     stored = sender.client.get_run(sender.state.run_id)
-    if _is_other_copy(sender.folder, stored):
-        sender.state = find_sending_state(sender.client, stored, sender.folder)
-        sender.state.closed = True  # the other has all of it
-        sender._keep()
+    if sender.held is not None and _is_other_copy(sender.folder, stored):
+        sender.close_copy()  # the other has all of it
         if stored.info.status != "RUNNING":
             return
         sender.folder = Path()
@@ -270,22 +317,17 @@ def _resend(sender: Sender, dead: str) -> None:
         sender.client.set_tag(sender.state.run_id, "end.reason", dead)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
         return
-    sender.state = find_sending_state(sender.client, stored, sender.folder)
     if sender.state.closed:
         return
-    last = [sender.folder / name for name in ("run.json", "metrics.jsonl")]
-    end_ms = next((int(f.stat().st_mtime * 1000) for f in last if f.is_file()), None)
-    try:
-        run = json.loads((sender.folder / "run.json").read_text())
-        if run["status"] not in ("FINISHED", "FAILED", "KILLED"):
-            raise ValueError("no end of a run")
-    except (OSError, ValueError, KeyError, TypeError):
+    log = sender.folder / LOG
+    end_ms = int(log.stat().st_mtime * 1000) if log.is_file() else None
+    run = read_end(sender.folder)
+    if run.get("status") not in ("FINISHED", "FAILED", "KILLED"):
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
             run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
         run["tags"] = {**stored.data.tags, **run.get("tags", {})}
-        with suppress(OSError):  # who looks at the folder learns it too
-            (sender.folder / "run.json").write_text(json.dumps(run))
+        _append_end(sender.folder, run)
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
     kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
@@ -293,17 +335,25 @@ def _resend(sender: Sender, dead: str) -> None:
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
 
 
+def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
+    """Let the log say how the run ended, whose process could not; who looks at the folder learns
+    it too. The time of the file stays that of the process's last line."""
+    with suppress(OSError):
+        before = (folder / LOG).stat()
+        append_event(folder, make_event(END, run, unix_ms=before.st_mtime_ns // 10**6))
+        os.utime(folder / LOG, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def _is_other_copy(folder: Path, run: Run) -> bool:
     """Return whether another copy of the folder went on with its run since."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        marks = json.loads((folder / START).read_text()).get("marks", [])
-        return bool(find_other_copy(run, marks))
+    with suppress(TypeError):
+        return bool(find_other_copy(run, read_json(folder / START).get("marks", [])))
     return False
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:
     """Return the names by which a person and Prefect know the run."""
-    begin = _read_begin(sender.folder)
+    begin = _read_new_begin(sender.folder)
     if begin is not None:
         name, run_id, tags = begin.get("name", sender.folder.name), "", begin["tags"]
     else:

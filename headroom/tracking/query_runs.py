@@ -107,6 +107,21 @@ def read_history(client: MlflowClient, experiment_id: str, of: str) -> list[dict
     return [{"gate": gate, "metrics": metrics} for gate, metrics in ends if gate]
 
 
+def read_tags(where: TrackingSettings, run_id: str) -> dict[str, str]:
+    """Return the tags of a run. Raises TrackingError where there is none."""
+    with _explain(where):
+        try:
+            return dict(MlflowClient(where.tracking_uri).get_run(run_id).data.tags)
+        except MlflowException as error:
+            if error.error_code not in MISSING:
+                raise
+            store = redact(where.tracking_uri)
+            raise TrackingError(
+                f"RUN: no run {run_id[:80]} in {store}; `python -m flows.runs` shows those of "
+                "this host"
+            ) from None
+
+
 def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
     """Let the history of a gate begin at this run; return the names of the runs that are in it now.
 

@@ -31,24 +31,25 @@ from sqlalchemy import bindparam, literal_column, select, tuple_
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
+from headroom.base.event_log import (
+    LOG,
+    ONCE,
+    RESERVE,
+    SENDING_LOCK,
+    SENT,
+    START,
+    TRAINING_LOCK,
+    Sample,
+    read_log_ends,
+    read_metric_batches,
+    read_series,
+)
 from headroom.base.file_lock import FileLock
 from headroom.device.telemetry import Telemetry
 from headroom.process.redaction import redact
 from headroom.report import run_report
 from headroom.tracking import model_sender
-from headroom.tracking.journal import (
-    BEGIN,
-    ONCE,
-    RESERVE,
-    SENDING_LOCK,
-    START,
-    TRAINING_LOCK,
-    RunGone,
-    Sample,
-    read_journal_ends,
-    read_metric_batches,
-    read_series,
-)
+from headroom.tracking.journal import RunGone
 from headroom.tracking.mlflow_pages import make_run_path
 from headroom.tracking.tracking_settings import TrackingSettings
 
@@ -201,19 +202,19 @@ UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and wh
 RESUMED_BY = "resumed.by."  # a tag: who went on with the run, by a mark that its folder keeps
 EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
 NOT_ARTIFACTS = (
-    *("sent.json", "run.json", BEGIN, SENDING_LOCK, RESERVE, "model"),
-    *(START, TRAINING_LOCK, "checkpoints"),
+    *(SENT, SENDING_LOCK, RESERVE, "model", START, TRAINING_LOCK, "checkpoints"),
 )  # of a run's folder, what is no artifact
 
 
 @dataclass
 class SendingState:
-    """How far a run's journal was sent; kept beside it as sent.json."""
+    """How far a run's log was sent; kept beside it as sent.json."""
 
-    run_id: str
+    run_id: str  # empty: the run is about to be made
     experiment_id: str
-    offset: int = 0  # bytes of metrics.jsonl
-    closed: bool = False
+    offset: int = 0  # bytes of the log
+    begun: int = 0  # the offset behind the newest begin of which MLflow was told
+    closed: bool = False  # with the end that is before the offset
     model_id: str = ""  # of the model logged, once it exists
     has_model: bool = False  # whether all of it is there
     damaged: int = 0  # lines that had to be skipped
@@ -270,10 +271,9 @@ class Sender:
         Raises what MLflow raises; nothing is lost then.
         """
         bad: list[int] = []
-        with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
-            batches = read_metric_batches(
-                journal, self.state.offset, most_bytes=most_bytes, damaged=bad
-            )
+        with suppress(FileNotFoundError), open(self.folder / LOG, "rb") as log:
+            how = {"most_bytes": most_bytes, "begun": self.state.begun}
+            batches = read_metric_batches(log, self.state.offset, **how, damaged=bad)
             for batch, offset in batches:
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
@@ -335,11 +335,16 @@ class Sender:
             self.client.set_terminated(self.state.run_id, run["status"], end_ms)
         self.state.closed = True
         self._keep()
-        (self.folder / BEGIN).unlink(missing_ok=True)
         # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
         for path in self.folder.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
         return times
+
+    def close_copy(self) -> None:
+        """Keep that nothing of this folder is to be sent: another copy of it has gone on."""
+        log = self.folder / LOG
+        self.state.closed, self.state.offset = True, log.stat().st_size if log.is_file() else 0
+        self._keep()
 
     def _compute_now_ms(self) -> int:
         """Return the Unix time in ms, but one later than all in the journal.
@@ -350,7 +355,7 @@ class Sender:
         return max(int(time.time() * 1000), self._find_newest_ms())
 
     def _find_newest_ms(self) -> int:
-        newest = read_journal_ends(self.folder / "metrics.jsonl")[1]
+        newest = read_log_ends(self.folder / LOG)[1]
         return max((unix_ms for unix_ms, _, _ in newest), default=-1) + 1
 
     def _send_the_rest(self, run: dict[str, Any]) -> dict[str, float]:
@@ -362,7 +367,7 @@ class Sender:
         path = make_run_path(self.state.experiment_id, run_id)
         is_late = run.get("run_id") == ""  # its command names no run
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
-        run["series"] = read_series(self.folder / "metrics.jsonl")
+        run["series"] = read_series(self.folder / LOG)
         command = run.get("open_command", "make ui") + (path if is_late else "")
         plots = run_report.draw_plots(run, self._make_folder("plots"))
         (self.folder / "environment.txt").write_text(_describe_environment())
@@ -405,11 +410,17 @@ class Sender:
 
         Half a line at the end counts, since no more comes.
         """
-        journal = self.folder / "metrics.jsonl"
-        whole_bytes = journal.stat().st_size if journal.is_file() else 0
-        bad = self.state.damaged + (whole_bytes > self.state.offset)
+        log, rest = self.folder / LOG, b""
+        if log.is_file():
+            with open(log, "rb") as file:
+                file.seek(self.state.offset)
+                rest = file.read()
+        if rest and b"\n" not in rest:
+            self.state.damaged += 1
+            self.state.offset += len(rest)
+        bad = self.state.damaged
         if bad:
-            print(f"{journal}: {bad} damaged lines were skipped", file=sys.stderr)
+            print(f"{log}: {bad} damaged lines were skipped", file=sys.stderr)
             self.client.set_tag(self.state.run_id, "journal.damaged_lines", str(bad))
 
     def _send_model(self) -> None:
@@ -443,9 +454,9 @@ class Sender:
         return folder
 
     def _keep(self) -> None:
-        half = self.folder / "sent.json.new"
+        half = self.folder / f"{SENT}.new"
         half.write_text(json.dumps(vars(self.state)))
-        half.rename(self.folder / "sent.json")
+        half.rename(self.folder / SENT)
 
 
 def _describe_environment() -> str:
@@ -471,16 +482,20 @@ def create_run(
     tags: dict[str, str],
     data: Sequence[Mapping[str, str]] = (),
     start_ms: int | None = None,
+    begun: int = 0,
 ) -> Sender:
     """Create a run in MLflow with its params, tags and data; return its sender.
 
-    start_ms: when it began, if not now.
+    start_ms: when it began, if not now. begun: the offset in its log behind what is told with it.
+    The folder says before that somebody is about to create it: whoever goes on looks for it then.
     """
+    sender = Sender(client, chosen, folder, SendingState("", experiment_id))
+    sender._keep()
     tags = {k: v[:TAG_LIMIT] for k, v in tags.items()} | {"journal": folder.name}
-    run = client.create_run(experiment_id, start_ms, tags, name)
-    sender = Sender(client, chosen, folder, SendingState(run.info.run_id, experiment_id))
+    sender.state.run_id = client.create_run(experiment_id, start_ms, tags, name).info.run_id
     sender.tell_params(params)
     sender.tell_data(data)
+    sender.state.begun = begun
     sender._keep()
     return sender
 
@@ -527,9 +542,11 @@ def reopen_run(
     state: SendingState,
     folder: Path,
     tags: dict[str, str],
+    begun: int = 0,
 ) -> Sender:
-    """Set a run that ended to RUNNING again; return its sender. state: how far it was sent."""
-    state.closed, state.model_id, state.has_model = False, "", False
+    """Set a run that ended to RUNNING again; return its sender. state: how far it was sent. begun:
+    the offset in its log behind what is told with it."""
+    state.begun, state.closed, state.model_id, state.has_model = begun, False, "", False
     sender = Sender(client, chosen, folder, state)
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
     before = client.get_run(state.run_id).data.tags

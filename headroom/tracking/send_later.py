@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from headroom.base.event_log import LOG, SENDING_LOCK, TRAINING_LOCK, is_sent
 from headroom.base.file_lock import FileLock, is_held
 from headroom.process import children
-from headroom.tracking.journal import BEGIN, SENDING_LOCK, TRAINING_LOCK
 from headroom.tracking.tracking_settings import TrackingSettings
 
 FIRST_S, LONGEST_S = 15.0, 600.0  # between two tries
@@ -29,17 +29,8 @@ OTHERS = ("PREFECT__FLOW_RUN_ID", "HEADROOM_SERVE_PART")
 
 def find_unsent_folders(runs: Path) -> list[Path]:
     """Return the folders of runs that MLflow lacks a part of, and nobody trains or sends now."""
-    files = {file.parent for name in ("sent.json", BEGIN) for file in runs.glob(f"*/{name}")}
-    return sorted(folder for folder in files if not _is_whole(folder) and not _is_busy(folder))
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        return not (folder / BEGIN).exists() and json.loads((folder / "sent.json").read_text()).get(
-            "closed", False
-        )
-    except (OSError, ValueError, AttributeError):
-        return False
+    folders = (log.parent for log in runs.glob(f"*/{LOG}"))
+    return sorted(folder for folder in folders if not is_sent(folder) and not _is_busy(folder))
 
 
 def _is_busy(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from headroom.base.import_paths import forbid_exit
 from headroom.data.run_warnings import warn_of_results, warn_of_test
 from headroom.data.source_data import DataError
 from headroom.ranks.ranks import Ranks
+from headroom.ranks.slow_rank import find_slow_rank, select_phases
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
@@ -195,7 +196,7 @@ def _save(
     if settings.memory.snapshot and ranks.is_lead:
         title = f"Memory of a training step on {plan.device.name}"
         write_timeline(place.ledger, folder, title=title, lines=[])
-    accounts.lap("log")
+    ended_s = accounts.lap("log")
     held_bytes = memory_meter.count_allocated_bytes(place.device)
     accounts.lap(HELD)  # on a CPU it looks at every object that Python has
     logged, moves = gather_whole(state.model, plan, ranks), ""
@@ -204,7 +205,7 @@ def _save(
         moves = write_model(
             logged, spec, data, state.val, folder / "model", precision=plan.precision
         )
-    accounts.lap("checkpoint")
+    saved_s = accounts.lap("checkpoint")
     classes = {
         part: scores.write_class_scores(one.cells, data.class_names, folder, part=part)
         for part, one in (("val", result.evaluation), ("test", result.tested))
@@ -217,6 +218,7 @@ def _save(
         copy_s=state.train.copy_s,
     )
     by_rank = summarize_ranks(ranks, plan.device.name, measured)
+    slow_rank = find_slow_rank(ranks.all_gather(select_phases(measured)))
     least_rows = min(micro.smallest, ranks.count_most_rows(settings.train.batch_size))
     return TrainFacts(
         metrics={**result.metrics, **measured, **by_rank.metrics},
@@ -240,7 +242,11 @@ def _save(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
-        profile=accounts.describe(),
+        profile={
+            **accounts.describe(),
+            "once_s": {"log": ended_s, "checkpoint": saved_s},
+            "slow_rank": slow_rank,
+        },
         warnings=(
             *check.warnings,
             *warn_of_results(

@@ -6,6 +6,7 @@ nothing waits for the device between two log points.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -52,6 +53,14 @@ class LoopFacts:
     early: tuple[int, ...] = ()  # log points beside those: a loop of an unknown length may be short
     may_count: Callable[[], bool] = lambda: True  # the memory of the step that begins, if it is due
     may_wait: bool = True  # for the device, once: after the first step, to know what that took
+
+
+_newest: weakref.ref[Accounts] | None = None
+
+
+def find_newest_accounts() -> Accounts | None:
+    """Return the accounts of the loop that began last in this process, while there is one."""
+    return None if _newest is None else _newest()
 
 
 class Accounts:
@@ -101,6 +110,7 @@ class Accounts:
         self.steps: StepMetrics | None = None
         self.trends, self.looks = Trends(), StackSampler()
         self.workers: int | None = None  # processes that feed it; None where nobody tells
+        self._taken = (0, 0)  # steps, and their rows
         self.first_waits_s = 0.0  # for the first batch of each pass over a loader
 
     @property
@@ -124,6 +134,8 @@ class Accounts:
             ranks=self.ranks,
         )
         self.looks.start()
+        global _newest
+        _newest = weakref.ref(self)
         return self.steps
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -167,6 +179,8 @@ class Accounts:
         steps, facts = self.steps, self._facts
         assert steps is not None and facts is not None
         steps.add(loss, rows=rows, blame=blame, is_timed=not is_counted)
+        if not is_counted:
+            self._taken = self._taken[0] + 1, self._taken[1] + rows
         if self._is_first:
             self._is_first = False
             if facts.may_wait:
@@ -272,8 +286,9 @@ class Accounts:
             metrics["time/step_cpu_ms"] = 1000 * self.watch.cpu_seconds["steps"] / steps
             if self.workers:
                 metrics["time/workers_cpu_ms"] = 1000 * self.cores.read_workers_s() / steps
-        if self.phases.operations:
-            metrics["time/step_operations"] = float(self.phases.operations)
+        operations = self.phases.operations or 2 * self.phases.nodes
+        if operations:
+            metrics["time/step_operations"] = float(operations)
         if self.first_waits_s:
             metrics["time/first_waits_s"] = self.first_waits_s
         if self.looks.garbage_s:
@@ -282,6 +297,12 @@ class Accounts:
         if limited_pct is not None:
             metrics["time/core_limited_pct"] = limited_pct
         return metrics
+
+    def summarize_so_far(self) -> dict[str, float]:
+        """Return the same while the loop goes on."""
+        taken, rows = self._taken
+        metrics = self.summarize(steps=taken, rows=rows) if taken > 1 else {}
+        return {**metrics, "time/train_model_s": self.watch.compute_total_s()}
 
     def describe(self) -> dict[str, Any]:
         """Return what a verdict needs beside the metrics, as JSON can hold it: threads, cores and

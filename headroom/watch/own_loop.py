@@ -48,6 +48,8 @@ BESIDE = [phase.name for phase in names.list_phases(names.PhaseKind.TRAINING) if
 READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 EARLY_STEPS = 200  # of which more are timed, since a short run has no others
 PENDING = 100  # metrics on the device that may wait for a log point
+LEAF = "torch::autograd::AccumulateGrad"  # a node of a graph that computes nothing
+NODES = 20_000  # of a graph that are counted
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
 # is taken to cost so many steps, or so long for each module and parameter at each pass, and at
@@ -481,11 +483,12 @@ class OwnLoop(Guarded, raising=ASKED):
         self.end()
         for handle in self._hooks:
             handle.remove()
-        if self.done:
-            self.accounts.watch.lap_until("steps", self._ended_s, AFTER)
+        watch = self.accounts.watch
+        late_s = min(perf_counter() - self._ended_s, watch.compute_lap_s()) if self.done else 0.0
         if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
             self._metrics.add_log_point(None)
         self._drain()
+        watch.move(late_s, "steps", AFTER)  # since the last step
         self._keep_lines(at_once=True)
 
     def _doubt_steps(self) -> None:
@@ -736,6 +739,9 @@ class OwnLoop(Guarded, raising=ASKED):
         if not torch.is_grad_enabled() or _is_transformed():
             return
         self._forward_by = "a hook"
+        if self.done + 1 == EARLY[-1]:
+            nodes = _count_nodes(nested.find_tensors(output))
+            self.accounts.phases.nodes += nodes
         for tensor in islice(nested.find_tensors(output), OUTPUTS):
             if tensor.grad_fn is not None:
                 tensor.register_hook(Hook(self, self._begin_backward))
@@ -800,6 +806,18 @@ class OwnLoop(Guarded, raising=ASKED):
             self.accounts.mark("optimizer")
         if not self._is_asked and optimizer is self.optimizers[-1]:
             self._end_step()
+
+
+def _count_nodes(outputs: Iterable[Tensor]) -> int:
+    """Return how many operations the gradients of these tensors are computed by, at most NODES."""
+    open_nodes = [tensor.grad_fn for tensor in islice(outputs, OUTPUTS)]
+    seen: set[Any] = set()
+    while open_nodes and len(seen) < NODES:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [before for before, _ in node.next_functions]
+    return sum(node.name() != LEAF for node in seen)
 
 
 def _is_sampled(step: int) -> bool:

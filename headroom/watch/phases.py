@@ -264,16 +264,17 @@ class Stopwatch:
         self._last, self._last_cpu = now, now_cpu
         return lap_s
 
-    def lap_until(self, part: str, end_s: float, rest: str) -> None:
-        """Add the time since the last lap to `part` as far as this time of perf_counter(), and what
-        was later to `rest`."""
-        before, before_cpu = self._last, self._last_cpu
-        late_s = min(max(0.0, perf_counter() - end_s), perf_counter() - before)
-        lap_s = self.lap(part)
-        late_cpu_s = (self._last_cpu - before_cpu) * late_s / lap_s if lap_s > 0 else 0.0
-        for seconds, late in ((self.seconds, late_s), (self.cpu_seconds, late_cpu_s)):
-            seconds[part] -= late
-            seconds[rest] += late
+    def compute_lap_s(self) -> float:
+        """Return the seconds since the last lap."""
+        return perf_counter() - self._last
+
+    def move(self, seconds: float, part: str, other: str) -> None:
+        """Let so many seconds of a part, and their share of its processor time, be another's."""
+        share = min(1.0, seconds / self.seconds[part]) if self.seconds[part] > 0 else 0.0
+        for spent in (self.seconds, self.cpu_seconds):
+            moved = spent[part] * share
+            spent[part] -= moved
+            spent[other] += moved
 
     def compute_total_s(self) -> float:
         return perf_counter() - self._began
@@ -339,6 +340,7 @@ class Phases:
         self._once: set[str] = set()
         self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
         self.operations = 0  # of a counted step
+        self.nodes = 0  # of the graph of a step, where none is counted
         self.watched = Watched.NOT
 
     def begin(self, step: int, *, is_log_point: bool) -> None:

@@ -28,11 +28,11 @@ LOGGING, ACCOUNT, CODE = "logging", "account", "code"
 # What a loop says that it does, beside the parts of a run that it names.
 STEP, BETWEEN = "step", "between"
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OURS = tuple(os.path.join(_ROOT, room, "") for room in ("headroom", "flows", "tasks"))
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")}
 )
-_FLOWS = tuple(os.path.join(os.path.dirname(_HERE), name, "") for name in ("flows", "tasks"))
 _KINDS = {  # by a part of the path of a file
     "/torch/utils/data/": DATA,
     "/torch/optim/": OPTIMIZER,
@@ -159,7 +159,7 @@ class StackSampler:
 def is_own_code(position: Place) -> bool:
     """Return whether this is a line of the user's: of no library, nor of this project."""
     file = position.file
-    is_ours = file.startswith((_HERE + os.sep, *_FLOWS))
+    is_ours = file.startswith(_OURS)
     return not (is_ours or file.startswith(("<", *_LIBRARIES)) or "/site-packages/" in file)
 
 
@@ -180,7 +180,7 @@ def describe_positions(positions: list[Place]) -> tuple[str, Place | None]:
     is_collated = False
     for position in positions:
         file = position.file
-        if file.startswith(_HERE):
+        if file.startswith(_OURS):
             kind = kind or ACCOUNT
         elif file.startswith(_LIBRARIES) or "/site-packages/" in file:
             of_file = _choose_kind(position)

@@ -4,13 +4,12 @@ slope that a few odd readings do not move, and how sure that slope is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
 MOST = 128  # readings that are kept; of more, neighbours become one
-LEAST = 12  # readings, below which nothing is said
+LEAST = 9  # readings, below which nothing is said
 SURE = 2.576  # standard deviations: 99 % of the slopes of what does not change lie within
 
 
@@ -50,31 +49,40 @@ def estimate_slope(xs: list[float], ys: list[float]) -> Slope | None:
     return Slope(median(slopes), slopes[low], slopes[high])
 
 
-@dataclass
 class Trends:
-    """The readings of one run."""
+    """The readings of one run, each of as long a part of it as the others."""
 
-    # Of steps that followed each other: how many, their seconds and processor seconds.
-    steps: list[tuple[int, float, float]] = field(default_factory=list)
-    # Step, MiB of the process, and what tensors took on the device.
-    memory: list[tuple[int, float, float]] = field(default_factory=list)
+    def __init__(self) -> None:
+        # Of steps that followed each other: how many, their seconds and processor seconds.
+        self.steps: list[tuple[int, float, float]] = []
+        # Step, MiB of the process, and what tensors took on the device.
+        self.memory: list[tuple[int, float, float]] = []
+        self._open: list[tuple[int, float, float]] = []  # readings that become one
+        self._grain = 1  # of so many
+        self._every, self._turn = 1, 0  # of memory, which is not added up
 
     def add_steps(self, steps: int, wall_s: float, cpu_s: float) -> None:
+        """Add a reading of so many steps."""
         if not steps:
             return
-        self.steps.append((steps, wall_s, cpu_s))
-        if len(self.steps) > 2 * MOST:
-            pairs = zip(self.steps[::2], self.steps[1::2], strict=False)
-            rest = self.steps[len(self.steps) // 2 * 2 :]
-            self.steps = [
-                *((a + c, b + d, e + f) for (a, b, e), (c, d, f) in pairs),
-                *rest,
-            ]
+        self._open.append((steps, wall_s, cpu_s))
+        if len(self._open) < self._grain:
+            return
+        self.steps.append(_add_up(self._open))
+        self._open.clear()
+        if len(self.steps) >= 2 * MOST:
+            self.steps = [_add_up(self.steps[at : at + 2]) for at in range(0, 2 * MOST, 2)]
+            self._grain *= 2
 
     def add_memory(self, step: int, rss_mib: float, device_mib: float) -> None:
+        """Add a reading at a step."""
+        self._turn += 1
+        if self._turn % self._every:
+            return
         self.memory.append((step, rss_mib, device_mib))
-        if len(self.memory) > 2 * MOST:
+        if len(self.memory) >= 2 * MOST:
             self.memory = self.memory[1::2]
+            self._every *= 2
 
     def compute_step_growth(self, *, by_processor: bool = False) -> Growth | None:
         """Return how the seconds of a step have changed; of its processor time where others have
@@ -98,6 +106,11 @@ class Trends:
         marks = [sizes[i * (len(sizes) - 1) // 8] for i in range(9)]
         rises = sum(after > before for before, after in zip(marks, marks[1:], strict=False))
         return _compute_growth(steps, sizes) if rises >= 7 else None
+
+
+def _add_up(readings: list[tuple[int, float, float]]) -> tuple[int, float, float]:
+    steps, wall_s, cpu_s = map(sum, zip(*readings, strict=True))
+    return int(steps), wall_s, cpu_s
 
 
 def _compute_growth(xs: list[float], ys: list[float]) -> Growth | None:

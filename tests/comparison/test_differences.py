@@ -1,5 +1,6 @@
 """What is said of a difference: shares that sum to the whole, and nothing that may be chance."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -377,3 +378,59 @@ def test_the_description_of_a_comparison_begins_with_its_best() -> None:
     first = make_markdown(compare(runs)).splitlines()[0]
     assert first == "**Best median val/accuracy 0.9: model=9**"
     assert make_markdown(compare(runs[:1])).splitlines()[0] == "**x**"  # of one there is no best
+
+
+BUSY_CPU = {"device.kind": "cpu"}
+
+
+def make_busy(cpu_ms: dict[str, tuple[float, ...]], **more: float) -> list[MeasuredRun]:
+    """Runs on a machine that was busy, by the processor time of a step."""
+    return [
+        run(
+            f"{model}{at}",
+            speed=1000 / (1 + at),
+            phases={"forward": 5.0},
+            tags=BUSY_CPU,
+            metrics={"time/core_wait_pct": 70.0, "time/step_cpu_ms": ms, **more},
+            model=model,
+        )
+        for model, of in cpu_ms.items()
+        for at, ms in enumerate(of)
+    ]
+
+
+def test_on_a_busy_machine_the_processor_time_of_a_step_is_judged() -> None:
+    """A slow loader was missed with three runs of each, whose processor times lay far apart."""
+    told = compare(make_busy({"plain": (11.6, 12.0, 12.7), "slow": (18.3, 18.5, 18.9)}))
+    assert told.words == [
+        "A step of model=slow takes 1.54x the processor time of one of model=plain (1.42 to 1.66; "
+        "18.5 ms against 12.0 ms), which a busy machine hardly changes"
+    ]
+    with_workers = make_busy({"plain": (10.0, 10.1), "slow": (10.0, 10.1)})
+    for one in with_workers[2:]:
+        assert isinstance(one.metrics, dict)
+        one.metrics["time/workers_cpu_ms"] = 6.0
+    assert "takes 1.60x the processor time" in compare(with_workers).words[0]
+
+
+def test_processor_times_that_differ_by_chance_or_by_little_are_not_told() -> None:
+    draw = random.Random(4)
+    false = 0
+    for _ in range(200):
+        times = {m: tuple(10 * draw.lognormvariate(0, 0.08) for _ in range(3)) for m in "ab"}
+        false += bool(compare(make_busy(times)).words)
+    assert false <= 10
+    assert compare(make_busy({"a": (10.0, 10.01), "b": (10.5, 10.51)})).words == []
+    assert compare(make_busy({"a": (10.0,), "b": (30.0,)})).words == []
+
+
+def test_what_bounds_each_side_is_told_in_the_words_of_the_verdict() -> None:
+    def bound(model: int, word: str) -> MeasuredRun:
+        return run(f"{model}", tags={"bound": word, "bound.why": "..."}, model=model)
+
+    told = compare([bound(1, "data"), bound(2, "slow_rank")])
+    assert "What bounds them: model=1 by data, model=2 by slow rank" in told.words
+    assert told.columns["bound"] == ["data", "slow rank"]
+    same = compare([bound(1, "data"), bound(2, "data")])
+    assert not any("What bounds" in words for words in same.words)
+    assert "bound" not in compare([run("a", model=1), run("b", model=2)]).columns

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from flows.cli.compare_command import parse_comparison
+from headroom.base.event_log import append_line, make_line
 from headroom.comparison import trainings
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import Goal, MeasuredRun
 from headroom.comparison.search import STUDY, Trials
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
 from headroom.settings.read_settings import ConfigError
-from headroom.tracking.journal import append_line, make_line
-from tests.conftest import PYTHON
+from tests.conftest import PYTHON, write_end
 from tests.test_house import MODULES, _names
 
 LOSS = Goal("val/loss", True)
@@ -47,7 +47,7 @@ def _far(cell: Cell) -> float:
 def _finish(trials: Trials, cell: Cell, value: float) -> TrainingEnd:
     folder = trials.comparison.folder / f"run{cell.number}"
     folder.mkdir(exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({"metrics": {trials.goal.name: value}}))
+    write_end(folder, {"metrics": {trials.goal.name: value}})
     ended = TrainingEnd(cell.number, "FINISHED", f"id{cell.number}", error="terminated")  # too late
     return trials.take_end(cell, ended, folder)
 

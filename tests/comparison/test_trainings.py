@@ -1,12 +1,12 @@
 """What a comparison finds that goes on after it was killed, without a training."""
 
-import json
 import threading
 from pathlib import Path
 
 import pytest
 
 from flows.cli.compare_command import parse_comparison
+from headroom.base.event_log import TRAINING_LOCK
 from headroom.base.file_lock import FileLock
 from headroom.comparison.grid import Cell
 from headroom.comparison.trainings import (
@@ -18,9 +18,10 @@ from headroom.comparison.trainings import (
     open_comparison,
     run_trainings,
 )
-from headroom.run.known_runs import LOCK, RunStart
+from headroom.run.known_runs import RunStart
 from headroom.settings.read_settings import ConfigError, override_config
 from headroom.settings.run_config import RunConfig
+from tests.conftest import write_end
 
 
 def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
@@ -32,11 +33,11 @@ def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
     folder.mkdir(parents=True)
     key = f"{comparison.folder.name}/0001"
     RunStart("id-of-it", "1", "name", key=key).write(folder)
-    lock = FileLock(folder / LOCK)
+    lock = FileLock(folder / TRAINING_LOCK)
     assert lock.take()
 
     def end() -> None:
-        (folder / "run.json").write_text(json.dumps({"status": "FINISHED"}))
+        write_end(folder, {"status": "FINISHED"})
         lock.close()
 
     threading.Timer(0.3, end).start()

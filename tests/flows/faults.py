@@ -17,9 +17,9 @@ from headroom.run import account
 from headroom.run.recording import Recording
 from headroom.watch import guard, own_loop
 
-# Answers as the sending process does, and sends nothing.
-SENDER = r"""s/^.*"do": "begin".*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
-s/^.*"do": "close".*$/{"to": "close", "closed": true, "times": {}}/"""
+# Answers as the sending process does, to the begin of the run and then to its end; sends nothing.
+SENDER = r"""2s/^.*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
+3,99s/^.*$/{"to": "close", "closed": true, "times": {}}/"""
 
 
 def fail(*_: Any, **__: Any) -> Any:

@@ -1,6 +1,5 @@
 """A training over several nights, as its user sees it: killed, out of time, gone on with."""
 
-import json
 import os
 import re
 import shutil
@@ -16,12 +15,14 @@ from typing import Any
 import pytest
 
 from flows.train import train
+from headroom.base.event_log import TRAINING_LOCK, read_end
 from headroom.base.file_lock import is_held
-from headroom.run.known_runs import LOCK, RunStart, list_known_runs, list_run_folders
+from headroom.run.known_runs import RunStart, list_known_runs, list_run_folders
 from headroom.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training.kept_steps import list_steps
+from tests.conftest import is_training, write_end
 
 Desk = Callable[..., subprocess.Popen[str]]
 
@@ -53,7 +54,7 @@ def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
     assert "going on from the checkpoint of step" in err
     assert "train.max_s: 1.00 s are over" in out
     (run,) = _runs(place)
-    assert json.loads((run / "run.json").read_text())["stopped"]
+    assert read_end(run)["stopped"]
     ((run_id, status),) = _query(place, "select run_uuid, status from runs")
     assert status == "FINISHED" and f"--resume {run_id}" in err
 
@@ -99,9 +100,7 @@ def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
     seen: list[bool] = []
 
     def remove() -> None:
-        while not (found := [*place.glob(".headroom/runs/*/metrics.jsonl")]) or not (
-            found[0].stat().st_size
-        ):
+        while not is_training(place):
             time.sleep(0.01)
         (place / ".headroom" / "runs").rename(
             place / "gone"
@@ -109,7 +108,7 @@ def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
         shutil.rmtree(place / "gone")
         while not [*place.glob(".headroom/runs/*/config.yaml")]:
             time.sleep(0.01)
-        seen.append(is_held(_runs(place)[0] / LOCK))
+        seen.append(is_held(_runs(place)[0] / TRAINING_LOCK))
 
     removing = threading.Thread(target=remove, daemon=True)
     removing.start()
@@ -263,5 +262,5 @@ def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) ->
         ({"status": "FINISHED", "stopped": "train.until: it is 06:30"}, True),
         ({"status": "FINISHED", "stopped": ""}, False),
     ):
-        (newest / "run.json").write_text(json.dumps(end))
+        write_end(newest, end)
         assert (find_unfinished_folder(tmp_path, "night") == newest) is goes_on

@@ -1,7 +1,6 @@
 """A training that fails of what a new process cures, as its user sees it at a desk: it goes on by
 itself, in the same run and under the same process id, and not for ever."""
 
-import json
 import os
 import signal
 import sqlite3
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from flows.cli.flags import make_resume_words
+from headroom.base.event_log import LOG, read_end
 from headroom.base.facts import DeviceFacts
 from headroom.device.detection import TemporaryDeviceError
 from headroom.prefect_flows import flow_run
@@ -118,7 +118,7 @@ def test_what_fails_always_ends_after_its_retries_and_says_what_it_is(
         assert tags["failure"] == "device_lost"
         assert tags.get("retry_of") == (runs[number - 1] if number else None)
         assert tags.get("retries") == (f"{number} of 2 after device_lost" if number else None)
-    left = [json.loads(f.read_text()) for f in (place / ".headroom/runs").glob("*/run.json")]
+    left = [read_end(log.parent) for log in (place / ".headroom/runs").glob(f"*/{LOG}")]
     assert {run["tags"]["failure"] for run in left} == {"device_lost"}
 
 

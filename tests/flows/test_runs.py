@@ -16,16 +16,16 @@ import psutil
 import pytest
 
 from flows import stop
+from headroom.base.event_log import TRAINING_LOCK
 from headroom.base.file_lock import FileLock, is_held
 from headroom.run.known_runs import (
-    LOCK,
     KnownRun,
     RunStart,
     find_called_runs,
     find_live_runs,
     list_known_runs,
 )
-from tests.conftest import PYTHON, ROOT, desk_environment
+from tests.conftest import PYTHON, ROOT, desk_environment, write_end
 
 Desk = Callable[..., subprocess.Popen[str]]
 LONG = ("--train.epochs", "100000", "--train.compile", "off", "--train.log_every", "1")
@@ -161,8 +161,8 @@ def test_one_that_ends_by_itself_meanwhile_was_not_unseen(
     folder = place / ".headroom" / "runs" / "20261124-120000-abcdef01"
     folder.mkdir(parents=True)
     RunStart("abcdef0123", "1", "late").write(folder)
-    (folder / "run.json").write_text('{"status": "FINISHED"}')
-    lock = FileLock(folder / LOCK)
+    write_end(folder, {"status": "FINISHED"})
+    lock = FileLock(folder / TRAINING_LOCK)
     lock.take("")
     letting_go = threading.Timer(0.3, lock.close)
     letting_go.start()

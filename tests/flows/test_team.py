@@ -19,6 +19,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient, pyfunc, set_tracking_uri
 
+from headroom.base.event_log import LOG
 from headroom.prefect.prefect_http import call_api
 from tests.team import WORKERS, Team, find_postgres_programs, run_team
 
@@ -96,7 +97,7 @@ def test_two_trainings_at_once_are_of_two_workers_with_the_code_of_the_commit(te
     commit = subprocess.run(head, cwd=team.project, capture_output=True, text=True).stdout.strip()
     assert {run.data.tags["git.commit"] for run in runs} == {commit}
     for name in WORKERS:
-        assert list((team.folder / name / "code" / ".headroom/runs").glob("*/run.json"))
+        assert list((team.folder / name / "code" / ".headroom/runs").glob(f"*/{LOG}"))
 
     (model, *_) = client.search_logged_models([experiment.experiment_id])
     assert model.artifact_location.startswith("mlflow-artifacts:/")

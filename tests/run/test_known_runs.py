@@ -1,6 +1,5 @@
 """How a training is shown by what its folder holds, from its first line to its end."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headroom.base.event_log import make_line
 from headroom.base.file_lock import FileLock
 from headroom.run.known_runs import (
     Announcement,
@@ -16,7 +16,7 @@ from headroom.run.known_runs import (
     find_called_runs,
     list_known_runs,
 )
-from headroom.tracking.journal import make_line
+from tests.conftest import write_end
 
 LOSS, PEAK = "train/loss", "memory/peak_allocated_mib"
 
@@ -107,13 +107,13 @@ def test_how_a_run_ended_its_folder_says(tmp_path: Path) -> None:
     (folder / "sent.json").write_text('{"closed": true}')
     assert _one(tmp_path).state == "ended"
     end = {"status": "FAILED", "error": "it\nbroke", "tags": {"device": "cuda:1"}, "metrics": {}}
-    (folder / "run.json").write_text(json.dumps(end))
+    write_end(folder, end)
     run = _one(tmp_path)
     assert (run.state, run.reason, run.device) == ("FAILED", "it broke", "cuda:1")
     stopped = {"status": "FINISHED", "stopped": "train.max_s: 2 s are over"}
-    (folder / "run.json").write_text(json.dumps(stopped))
+    write_end(folder, stopped)
     assert _one(tmp_path).resume and _one(tmp_path).reason == stopped["stopped"]
-    (folder / "run.json").write_text(json.dumps({**stopped, "stopped": ""}))
+    write_end(folder, {**stopped, "stopped": ""})
     assert (_one(tmp_path).state, _one(tmp_path).resume) == ("FINISHED", "")
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from headroom.base.event_log import START
 from headroom.run import known_runs
-from headroom.run.known_runs import START, RunStart, choose_made_at, list_run_folders
+from headroom.run.known_runs import RunStart, choose_made_at, list_run_folders
 from headroom.run.resume import find_unfinished_folder
 from headroom.tracking.mlflow_store import remove_old_journals
+from tests.conftest import write_end
 
 
 def _run(runs: Path, name: str, start: RunStart) -> Path:
@@ -50,7 +52,6 @@ def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) ->
     """By their names, those of another time zone went first."""
     for name, made_at in (("9-first", 1.0), ("1-last", 3.0), ("5-second", 2.0)):
         folder = _run(tmp_path, name, RunStart("a", "1", "mine", made_at=made_at))
-        (folder / "sent.json").write_text('{"closed": true}')
-        (folder / "run.json").write_text('{"status": "FINISHED"}')
+        write_end(folder, {"status": "FINISHED"}, is_sent=True)
     remove_old_journals(tmp_path, keep=1)
     assert [folder.name for folder in tmp_path.iterdir()] == ["1-last"]

@@ -13,6 +13,7 @@ from headroom.base.file_lock import FileLock
 from headroom.prefect.prefect_http import call_api, is_healthy
 from headroom.run.known_runs import Announcement, RunStart
 from headroom.settings.read_settings import ConfigError
+from tests.conftest import write_end
 
 GONE = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
 DAY_S = 86400
@@ -107,8 +108,7 @@ def test_a_flow_run_whose_server_was_away_gets_the_end_of_its_run(
     lost, lives = (call_api("POST", f"{prefect_api}/flow_runs/", asked)["id"] for _ in range(2))
     folder = _folder(runs, "a", days=0)
     end = {"status": "FINISHED", "tags": {**GONE, "prefect.flow_run_id": lost}}
-    (folder / "run.json").write_text(json.dumps(end))
-    (folder / "metrics.jsonl").touch()
+    write_end(folder, end, is_sent=True)
 
     def state(flow_run: str) -> str:
         return str(call_api("GET", f"{prefect_api}/flow_runs/{flow_run}")["state"]["type"])

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headroom.base.event_log import LOG
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import (
     FLOW_RUN,
@@ -21,6 +22,7 @@ from headroom.prefect.prefect_http import (
     end_dead_flow_runs,
     read_flow_run_ends,
 )
+from tests.conftest import write_end
 
 MINE = f"{psutil.Process().create_time():.2f}"
 
@@ -105,10 +107,9 @@ def test_a_flow_run_gets_the_end_that_its_run_had_while_prefect_was_away(
             "tags": {"prefect.flow_run_id": name, **me, **host},
         }
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(json.dumps(run))
-        (tmp_path / name / "metrics.jsonl").touch()
+        write_end(tmp_path / name, run)
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "run.json").write_text("[]")
+    (tmp_path / "odd" / LOG).write_text("[]\n")
     now = datetime.now(UTC)
     at = {name: now - timedelta(minutes=1) for name in ("done", "failed", "killed", "alive")}
     at |= {"begun again": now + timedelta(minutes=1), "elsewhere": now - timedelta(minutes=1)}
@@ -126,11 +127,9 @@ def test_a_cancelled_flow_run_says_where_it_is_and_what_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It had the message of its worker, no link, and no command to go on."""
-    _kept(tmp_path, "cancelled", "KILLED")
-    file = tmp_path / "cancelled" / "run.json"
+    run = _kept(tmp_path, "cancelled", "KILLED")
     more = {"run_id": "abc", "open_command": "http://x/#/abc", "error": "terminated"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | more))
-    (tmp_path / "cancelled" / "metrics.jsonl").touch()
+    write_end(tmp_path / "cancelled", run | more)
     state = {"type": "CANCELLED", "name": "Cancelled", "message": "Flow run was cancelled."}
     prefect = Prefect(monkeypatch, {"cancelled": {"state": state, "tags": []}})
     correct_flow_run_ends("http://x/api", read_flow_run_ends(tmp_path))
@@ -159,8 +158,7 @@ def _kept(runs: Path, name: str, status: str = "FINISHED", **sent: str) -> dict[
     tags = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
     run = {"status": status, "tags": {**tags, "prefect.flow_run_id": name}}
     (runs / name).mkdir()
-    (runs / name / "run.json").write_text(json.dumps(run))
-    (runs / name / "metrics.jsonl").touch()
+    write_end(runs / name, run)
     (runs / name / "sent.json").write_text(json.dumps(sent))
     return run
 

@@ -19,13 +19,23 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from sqlalchemy.exc import OperationalError
 
+from headroom.base.event_log import (
+    LOG,
+    SENDING_LOCK,
+    append_event,
+    is_sent,
+    make_event,
+    make_line,
+    read_begins,
+    read_end,
+)
 from headroom.base.file_lock import FileLock
 from headroom.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
-from headroom.tracking.journal import BEGIN, Journal
-from headroom.tracking.run_sender import SENDING_LOCK, Sender, SendingState
+from headroom.tracking.journal import Journal
+from headroom.tracking.run_sender import Sender, SendingState
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.training.kept_steps import list_steps
-from tests.conftest import desk_environment
+from tests.conftest import desk_environment, write_end
 
 DATA = {
     "context": "training",
@@ -137,7 +147,7 @@ def test_mlflow_that_comes_and_goes_and_comes_has_the_whole_run_with_its_true_st
     (seen,) = run.inputs.dataset_inputs
     assert (seen.dataset.name, seen.dataset.digest) == ("houses", "84f8")
     assert [(tag.key, tag.value) for tag in seen.tags] == [("mlflow.data.context", "training")]
-    assert not (tmp_path / "runs" / "one" / BEGIN).exists()
+    assert is_sent(tmp_path / "runs" / "one")
 
 
 @pytest.mark.timeout(600)  # three trainings, and a start of a server
@@ -173,7 +183,7 @@ def test_a_run_that_mlflow_never_knew_goes_on_and_is_made_once_by_hand_or_by_the
     ends = [(p.communicate(timeout=200), p.returncode)[1] for p in sending]
     assert 0 in ends  # the other one was told, or came when it was done
     trained("--train.epochs", "1")
-    _until(lambda: (other / "sent.json").is_file() and not (other / BEGIN).exists())
+    _until(lambda: is_sent(other))
 
     def mine() -> dict[str, Run]:
         runs = {r.data.tags["journal"]: r for r in _all(client)}
@@ -271,7 +281,8 @@ def test_a_server_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch) 
             with pytest.raises(TrackingError, match=f"{uri} gave no answer within 1 s"):
                 kept.close(END)
     assert kept.notes[0].startswith(f"tracking_uri: {uri} gave no answer within 0 s; the run is ")
-    assert {BEGIN, "run.json", "metrics.jsonl"} <= set(os.listdir(kept.folder))
+    ((begin, _),) = read_begins(kept.folder / LOG, 0)
+    assert begin["name"] == "first" and read_end(kept.folder) == END and not is_sent(kept.folder)
 
 
 def test_a_database_that_is_locked_is_away_and_one_without_its_folder_is_wrong(
@@ -301,18 +312,18 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     where = _where(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", experiment="twice")
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1, "t": 5, "metrics": {"train/loss": 0.5}}\n')
     begin = {"name": "n", "params": {"a": "1"}, "tags": {**GONE, "alike": ""}, "start_ms": 7}
-    begin |= {"experiment": "twice", "folder": str(folder)}
-    (folder / BEGIN).write_text(json.dumps(begin))
+    begin |= {"experiment": "twice"}
+    first = make_event("begin", begin, unix_ms=5)
+    (folder / LOG).write_bytes(first + make_line({"train/loss": 0.5}, 1, unix_ms=5))
     session = mlflow_sender.Session(lambda answer: None)
-    session.obey({"do": "open", "where": where.model_dump()})
+    session.hear({"where": where.model_dump()})
     assert session.client is not None
     with monkeypatch.context() as dying:
         dying.setattr(Sender, "tell_params", lambda *_: 1 / 0)
-        session.obey({"do": "begin", "late": True, **begin})
+        session.hear({"folder": str(folder)})
         session.begin_patiently()
-    assert (folder / BEGIN).is_file() and session.sender is None
+    assert json.loads((folder / "sent.json").read_text())["run_id"] == "" and session.sender is None
     assert session.held is not None
     session.held.close()
     if by == "the next run":
@@ -322,19 +333,21 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
-        session.obey({"do": "close", "run": END})
+        append_event(folder, make_event("end", END, unix_ms=9))
+        session.hear({"folder": str(folder)})
         session.held.close()
     (run,) = _all(session.client)
     assert (run.info.status, run.info.start_time, run.data.params) == (status, 7, {"a": "1"})
-    assert _steps(session.client, run) == [1] and not (folder / BEGIN).exists()
-    # Whoever has read begin.json before it was done with makes none either.
-    orphaned_runs.begin_run(session.client, where, folder, begin, session.experiment_id)
+    assert _steps(session.client, run) == [1] and is_sent(folder)
+    # Whoever comes then makes none either, nor where nobody knows how far it was sent.
+    orphaned_runs.begin_run(session.client, where, folder)
+    (folder / "sent.json").write_text("{")
     assert orphaned_runs.resend(Sender(session.client, where, folder, SendingState("", "")))
     assert len(_all(session.client)) == 1
 
 
 def test_a_resumed_run_that_mlflow_has_is_told_of_its_end_later(tmp_path: Path) -> None:
-    """sent.json says closed, of the part before."""
+    """What MLflow was told of is the part before."""
     where = _where(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
     folder = tmp_path / "runs" / "one"
     with Journal(where, folder) as first:
@@ -399,8 +412,9 @@ def test_journals_that_somebody_needs_are_not_swept(tmp_path: Path) -> None:
         run = {"status": "FINISHED" if is_done else "KILLED"}
         if name == "5 stopped":
             run["stopped"] = "a signal"
-        (folder / "run.json").write_text(json.dumps(run))
-        (folder / "sent.json").write_text(json.dumps({"closed": name != "6 unsent"}))
+        write_end(folder, run, is_sent=True)
+        if name == "6 unsent":
+            (folder / "sent.json").write_text(json.dumps({"closed": False}))
         if name == "7 failed early":
             shutil.rmtree(folder / "checkpoints")
         assert bool(list_steps(folder / "checkpoints")) is (name != "7 failed early")

@@ -25,14 +25,15 @@ from mlflow.store.db.utils import InitialBase, _get_alembic_config
 from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
+from headroom.base.event_log import LOG, append_line, make_event, make_line
 from headroom.base.file_lock import is_held
 from headroom.run.failures import classify_failure
 from headroom.run.known_runs import RunStart, read_start
 from headroom.tracking import mlflow_sender, mlflow_store, orphaned_runs
-from headroom.tracking.journal import Journal, RunGone, SenderEnded, append_line, start_sender
+from headroom.tracking.journal import Journal, RunGone, SenderEnded, start_sender
 from headroom.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
-from tests.conftest import PYTHON, ROOT
+from tests.conftest import PYTHON, ROOT, write_end
 
 
 def _where(tmp_path: Path, **more) -> TrackingSettings:
@@ -170,12 +171,14 @@ def test_a_copy_of_a_folder_whose_run_is_being_trained_here_is_refused(tmp_path:
         journal.open(None)
         journal.create("one", params={}, tags=tags)
         shutil.copytree(tmp_path / "runs" / "one", tmp_path / "copy" / "one")
+        before = (tmp_path / "copy" / "one" / LOG).read_bytes()
         elsewhere = where.model_copy(update={"runs": str(tmp_path / "copy")})
         with Journal(elsewhere, tmp_path / "copy" / "one") as again:
             again.open(None)
             claim = {"marks": ["a"], "by": "somebody"}
             with pytest.raises(RunGone, match=f"is being trained by process {me.pid}, in another"):
                 again.reopen(journal.ids, tags={**tags, "pid": "1"}, claim=claim)
+        assert (tmp_path / "copy" / "one" / LOG).read_bytes() == before  # it says nothing of that
         journal.close(_run())
 
 
@@ -187,7 +190,7 @@ def test_a_step_that_is_logged_late_has_the_time_when_it_was_taken(tmp_path: Pat
             journal.log({"train/loss": 0.5}, step, age_s=age_s)
         journal.close(_run())
     lines = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
-    times = [json.loads(line)["t"] for line in lines[:4]]
+    times = [json.loads(line)["t"] for line in lines if '"metrics"' in line][:4]
     assert times[1] - times[0] == pytest.approx(20_000, abs=2_000)
     assert times[2] == times[1], "it never goes back"
     assert times[3] - times[1] == pytest.approx(40_000, abs=2_000)
@@ -198,19 +201,21 @@ def test_a_run_ends_after_it_began_by_a_clock_that_was_set_back(tmp_path: Path) 
     all stayed that of the part before."""
     where, folder = _where(tmp_path), tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "wanted": [], "folder": str(folder)}
-    run_id, begin["start_ms"] = "", int(time.time() * 1000) + 3_600_000
+    start_ms, run_id = int(time.time() * 1000) + 3_600_000, ""
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "start_ms": start_ms}
     for times, total_s in enumerate((5.0, 9.0), start=1):
         session = mlflow_sender.Session(lambda answer: None)
-        session.obey({"do": "open", "where": where.model_dump()})
-        told = session.obey({"do": "begin", **begin, **({"run_id": run_id} if run_id else {})})
-        assert told is not None and session.client is not None
-        run_id = told["run_id"]
-        at_ms = begin["start_ms"] + 1000 * times
-        with open(folder / "metrics.jsonl", "a") as journal:
-            line = {"step": times, "t": at_ms, "metrics": {"train/loss": 0.5}}
-            journal.write(json.dumps(line) + "\n")
-        session.obey({"do": "close", "run": _run(metrics={"time/total_s": total_s})})
+        session.hear({"where": where.model_dump()})
+        with open(folder / LOG, "ab", buffering=0) as log:
+            log.write(make_event("begin", begin, unix_ms=start_ms))
+            session.hear({"folder": str(folder), "run_id": run_id, "wanted": []})
+            assert session.sender is not None and session.client is not None
+            run_id = session.sender.state.run_id
+            at_ms = start_ms + 1000 * times
+            log.write(make_line({"train/loss": 0.5}, times, unix_ms=at_ms))
+            end = _run(metrics={"time/total_s": total_s})
+            log.write(make_event("end", end, unix_ms=at_ms))
+        session.hear({"folder": str(folder)})
         run = session.client.get_run(run_id)
         assert run.info.end_time > at_ms
         assert run.data.metrics["time/total_s"] >= total_s
@@ -330,14 +335,15 @@ def test_a_run_waits_for_no_more_than_one_of_those_that_were_left(tmp_path: Path
     where = _where(tmp_path)
     folder = tmp_path / "runs" / "one"
     session = mlflow_sender.Session(lambda answer: None)
-    session.obey({"do": "open", "where": where.model_dump()})
+    session.hear({"where": where.model_dump()})
     client, experiment_id = session.client, session.experiment_id
     assert client is not None
     gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
     ids = [client.create_run(experiment_id, tags=gone).info.run_id for _ in range(4)]
-    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "start_ms": 7, "wanted": []}
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "start_ms": 7}
     folder.mkdir(parents=True)
-    session.obey({"do": "begin", "folder": str(folder), **begin})
+    (folder / LOG).write_bytes(make_event("begin", begin, unix_ms=7))
+    session.hear({"folder": str(folder), "wanted": []})
 
     def ended() -> int:
         return [client.get_run(run_id).info.status for run_id in ids].count("KILLED")
@@ -347,7 +353,8 @@ def test_a_run_waits_for_no_more_than_one_of_those_that_were_left(tmp_path: Path
         session.idle()
         at_each.append(ended())
     assert at_each == [0, 1, 2]
-    session.obey({"do": "close", "run": _run()})
+    write_end(folder, _run())
+    session.hear({"folder": str(folder)})
     assert ended() == 2
     session.end()
     assert ended() == 4
@@ -636,7 +643,10 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
     assert len(journal.notes) == 2
 
 
-def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True], ids=["", "with its sending process"])
+def test_a_folder_that_is_removed_in_mid_run_is_written_anew(
+    tmp_path: Path, is_killed: bool
+) -> None:
     """The run was FINISHED without a metric."""
     where = _where(tmp_path)
     with Journal(where, tmp_path / "runs" / "one") as journal:
@@ -647,10 +657,15 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "runs")
         for step in range(11, 21):
             journal.log({"train/loss": 1 / step}, step)
+        if is_killed:
+            assert journal._sender is not None
+            journal._sender.kill()
         shutil.rmtree(tmp_path / "runs")
         journal.close(_run())
-    assert len(journal.notes) == 2 and "was removed in mid-run" in journal.notes[0]
+    removed = [note for note in journal.notes if "was removed in mid-run" in note]
+    assert len(removed) == 2 and len(journal.notes) == 2 + is_killed
     client = MlflowClient(where.tracking_uri)
+    assert len(client.search_runs([journal.experiment_id])) == 1
     assert client.get_run(journal.run_id).info.status == "FINISHED"
     losses = client.get_metric_history(journal.run_id, "train/loss")
     assert [m.step for m in losses] == list(range(1, 21))

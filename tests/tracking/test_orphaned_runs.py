@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from headroom.base.event_log import (
+    LOG,
+    SENDING_LOCK,
+    is_sent,
+    make_event,
+    make_line,
+    read_end,
+)
 from headroom.models import builtin, predictor
+from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.tracking import orphaned_runs, run_sender
-from headroom.tracking.journal import Journal, make_line
+from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import TrackingSettings
 from tests.tracking.test_model_sender import SPECS
@@ -61,7 +71,7 @@ def _left(where: TrackingSettings, host: str) -> tuple[MlflowClient, str, Path]:
     assert done.returncode == 0, done.stderr
     folder = Path(where.runs) / "unlucky"
     # Its sending process tries once more when the training has gone, and then lets the lock go.
-    with open(folder / run_sender.SENDING_LOCK) as lock:
+    with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
     with closing(sqlite3.connect(str(where.database))) as mended, mended:
         mended.execute("ALTER TABLE gone RENAME TO metrics")
@@ -84,7 +94,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingS
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
-    assert run_sender.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
+    assert SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
 
 
 def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
@@ -97,7 +107,7 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     command = [sys.executable, "-m", "headroom.tracking.mlflow_sender", str(folder)]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
-    with open(folder / run_sender.SENDING_LOCK) as lock:
+    with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
         orphaned_runs.send_unsent_runs(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -110,13 +120,79 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
 
 
 def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings) -> None:
-    """On a full disk run.json is empty, and only MLflow knows."""
+    """On a full disk the log has no end, and only MLflow knows."""
     client, run_id, folder = _left(where, socket.gethostname())
     client.set_terminated(run_id, "FAILED")
-    (folder / "run.json").write_text("")
+    lines = (folder / LOG).read_bytes().splitlines(keepends=True)
+    assert lines[-1].startswith(b'{"end":')
+    (folder / LOG).write_bytes(b"".join(lines[:-1]))
     orphaned_runs.send_unsent_runs(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
+
+
+def _begun(where: TrackingSettings, **tags: str) -> Path:
+    """The folder of a run of which MLflow has not been told."""
+    folder = Path(where.runs) / "20260101-000000-begun"
+    folder.mkdir(parents=True)
+    here = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    begin = {"name": "n", "params": {"a": "1"}, "tags": {"alike": "", **here, **tags}}
+    first = make_event("begin", {**begin, "start_ms": 7, "experiment": "begun"}, unix_ms=7)
+    (folder / LOG).write_bytes(first + make_line({"train/loss": 0.5}, 1, unix_ms=8))
+    os.utime(folder / LOG, (1e9, 1e9))
+    return folder
+
+
+def test_a_process_that_died_before_mlflow_was_told_has_a_run_all_the_same(
+    where: TrackingSettings,
+) -> None:
+    """Its folder says how it began; who sends it says how it ended, when it was last heard of."""
+    folder, client = _begun(where), open_experiment(where)[0]
+    RunStart("", "", "n").write(folder)
+    orphaned_runs.send_unsent_runs(client, where)
+    experiment = client.get_experiment_by_name("begun")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.start_time, run.info.end_time) == ("KILLED", 7, 10**12)
+    assert (run.data.params, run.data.metrics["train/loss"]) == ({"a": "1"}, 0.5)
+    end = read_end(folder)
+    assert (end["status"], end["error"]) == ("KILLED", "its process was gone") and is_sent(folder)
+    assert (folder / LOG).stat().st_mtime == 1e9
+    (known,) = list_known_runs(Path(where.runs))
+    assert (known.state, known.run_id) == ("KILLED", run.info.run_id)
+
+
+def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> None:
+    """Between its begin in the log and that in MLflow its process of before is the one that MLflow
+    knows, and that is gone."""
+    client, experiment_id = open_experiment(where)
+    me = {"pid": str(os.getpid()), "process.started_at": str(psutil.Process().create_time())}
+    folder = _begun(where, **me)
+    before = (folder / LOG).read_bytes()
+    gone = {"host": socket.gethostname(), "pid": "4194304", "journal": folder.name}
+    run_id = client.create_run(experiment_id, tags=gone).info.run_id
+    (dead,) = orphaned_runs.find_dead_runs(client, where, [experiment_id])
+    assert dead.folder == folder and not orphaned_runs.resend(dead)
+    orphaned_runs.send_unsent_runs(client, where)
+    assert (folder / LOG).read_bytes() == before
+    assert client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_who_still_sends_a_part_leaves_the_next_to_its_own_sender(where: TrackingSettings) -> None:
+    """It would have called the run whole, with the end of before."""
+    client, experiment_id = open_experiment(where)
+    folder = _begun(where)
+    log = (folder / LOG).read_bytes()
+    sender = orphaned_runs.begin_run(client, where, folder, experiment_id=experiment_id)
+    part, first = make_event("end", END, unix_ms=9), log.split(b"\n")[0] + b"\n"
+    (folder / LOG).write_bytes(log + part + first + make_line({"train/loss": 9.0}, 2, unix_ms=9))
+    sender.close(END)
+    assert sender.state.offset == len(log + part) and not is_sent(folder)
+    assert client.get_run(sender.state.run_id).data.metrics["train/loss"] == 0.5
+    orphaned_runs.send_unsent_runs(client, where)
+    run = client.get_run(sender.state.run_id)
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("KILLED", 9.0)
+    assert is_sent(folder)
 
 
 def test_a_model_is_logged_once_however_often_the_rest_is_sent(

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from headroom.tracking.journal import SENDING_LOCK, Journal, read_series
+from headroom.base.event_log import SENDING_LOCK, read_series
+from headroom.tracking.journal import Journal
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import desk_environment
 from tests.team import Postgres, find_postgres_programs, run_postgres

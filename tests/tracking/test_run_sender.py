@@ -12,8 +12,9 @@ from mlflow import MlflowClient
 from mlflow.store.tracking.dbmodels.models import SqlDataset
 from sqlalchemy import event
 
+from headroom.base import event_log
+from headroom.base.event_log import LOG, make_event, make_line
 from headroom.tracking import journal, mlflow_sender, run_sender
-from headroom.tracking.journal import make_line
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.run_sender import Throttle
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
@@ -76,7 +77,7 @@ def test_the_energy_of_a_run_that_goes_on_adds_up(
 
 
 def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(journal, "BATCH", 10)
+    monkeypatch.setattr(event_log, "BATCH", 10)
     where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),
@@ -84,16 +85,21 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
     )
     heard: list[dict] = []
     session = mlflow_sender.Session(heard.append)
-    session.obey({"do": "open", "where": where.model_dump()})
+    session.hear({"where": where.model_dump()})
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
-    session.obey({"do": "begin", "start_ms": 1, **order})
-    lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-    answer = session.obey({"do": "close", "run": END})
-    assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0
-    assert heard == [{"to": "open"}] + [{"to": "close", "sending": True}] * 4
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "start_ms": 1}
+    lines = [make_event("begin", begin, unix_ms=1)]
+    (folder / LOG).write_bytes(b"".join(lines))
+    session.hear({"folder": str(folder), "wanted": []})
+    lines += [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
+    lines.append(make_event("end", END, unix_ms=36))
+    (folder / LOG).write_bytes(b"".join(lines))
+    session.hear({"folder": str(folder)})
+    answer = heard.pop()
+    assert answer["closed"] and answer["times"]["time/close_s"] > 0
+    assert [one["to"] for one in heard[:3]] == ["open", "open", "begin"]
+    assert heard[3:] == [{"to": "close", "sending": True}] * 4
     assert session.sender is not None and session.sender.held is not None
     session.sender.held.close()
 
@@ -102,7 +108,7 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
     where = TrackingSettings(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
     monkeypatch.setattr(journal, "CLOSE_S", 0.1)
     kept = journal.Journal(where, tmp_path)
-    kept.run_id = "told"
+    kept.run_id, kept._log = "told", kept._open_log()
 
     def answers() -> None:
         for answer in [{"sending": True}] * 4 + [{"closed": True, "times": {}}]:
@@ -115,6 +121,7 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(kept, "_tell", lambda what: None)
     with pytest.raises(TrackingError, match="no answer within"):
         kept.close(END)
+    kept._log.close()
 
 
 def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from headroom.base.file_lock import FileLock, is_held
 from headroom.prefect.prefect_http import read_flow_run_ends
 from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.tracking import send_later
-from headroom.tracking.journal import BEGIN, Journal
+from headroom.tracking.journal import Journal
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from tests.conftest import write_end
 
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -74,14 +75,14 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
 
 def _kept(runs: Path, name: str, *, closed: bool) -> Path:
     (runs / name).mkdir(parents=True)
-    (runs / name / "sent.json").write_text(json.dumps({"closed": closed}))
+    write_end(runs / name, END, is_sent=closed)
     return runs / name
 
 
 def test_what_nobody_sends_is_found_and_what_somebody_does_is_left(tmp_path: Path) -> None:
     left, training, sending = (_kept(tmp_path, name, closed=False) for name in "abc")
     whole, untold = (_kept(tmp_path, name, closed=True) for name in "de")
-    (untold / BEGIN).touch()
+    write_end(untold, END)  # it went on since
     locks = [FileLock(training / "training.lock"), FileLock(sending / "sending.lock")]
     assert all(lock.take() for lock in locks)
     assert send_later.find_unsent_folders(tmp_path) == [left, untold] and whole.is_dir()

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.conftest import query
+from tests.conftest import is_training, query
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "10")
@@ -32,7 +32,7 @@ def _server(home: Path) -> int:
 
 def _is_training(process: "subprocess.Popen[str]", place: Path) -> None:
     until = time.monotonic() + 120
-    while not any(f.stat().st_size for f in place.glob(".headroom/runs/*/metrics.jsonl")):
+    while not is_training(place):
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.1)
 

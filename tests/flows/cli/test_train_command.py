@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from flows.cli.train_command import main
+from headroom.base.event_log import LOG, read_end
 from headroom.base.file_lock import is_held
 from headroom.base.units import format_seconds
-from tests.conftest import PYTHON, desk_environment
+from tests.conftest import PYTHON, desk_environment, is_training
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "50")
@@ -297,11 +298,12 @@ def test_the_exit_code_is_that_of_the_record_where_a_signal_comes_at_the_end(
     scheduler trained them once more."""
     process = desk("--train.epochs", "60")
     runs = place / ".headroom" / "runs"
-    _until(lambda: any(f.stat().st_size for f in runs.glob("*/metrics.jsonl")))
+    _until(lambda: is_training(place))
     with closing(sqlite3.connect(place / "mlflow.db", timeout=30)) as database:
         database.execute("BEGIN IMMEDIATE")  # so that the close waits
-        assert not list(runs.glob("*/run.json"))
-        _until(lambda: list(runs.glob("*/run.json")))
+        (folder,) = (log.parent for log in runs.glob(f"*/{LOG}"))
+        assert not read_end(folder)
+        _until(lambda: read_end(folder))
         process.send_signal(number)
         time.sleep(0.5)
         assert number == 2 or process.poll() is None

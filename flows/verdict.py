@@ -1,0 +1,97 @@
+"""Says what held a run back: `python -m flows.verdict RUN`; without RUN the newest of this host. A
+run that trains is told as far as it is; one of another host by its id in MLflow. Exit codes: 0
+told, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from headroom.process.first_signals import answer_first_interrupt
+
+    answer_first_interrupt()  # before the imports that take time
+    from headroom.process.command import exit_process, start_command
+
+    start_command()
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headroom.base.program import Parser
+from headroom.base.units import make_printable
+from headroom.report.verdict import BOUND, WHY, judge_run
+from headroom.run.known_runs import KnownRun, find_called_runs, list_known_runs, read_json
+from headroom.tracking.tracking_settings import (
+    TrackingError,
+    TrackingSettings,
+    read_tracking_settings,
+)
+
+UNTOLD = "nothing is told of it: it has taken no steps, or has not trained for a minute yet"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tell what the command line asks for. Returns the exit code."""
+    parser = Parser(
+        prog="python -m flows.verdict",
+        description="Say what held a run back, how much would be won, and what to do next.",
+    )
+    words = "Its id in MLflow or 6 letters of that, its name, key or folder. Default: the newest."
+    parser.add_argument("run", metavar="RUN", nargs="?", help=words)
+    parser.add_argument("--json", action="store_true", help="One JSON document.")
+    options = parser.parse_args(list(argv))
+    try:
+        answer = _find_verdict(options.run, read_tracking_settings())
+    except TrackingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+    else:
+        print(f"{answer['name']}: {answer['why'] or UNTOLD}")
+    return 0
+
+
+def _find_verdict(word: str | None, where: TrackingSettings) -> dict[str, Any]:
+    """Return name, bound, why, share and gain of the run that is meant; what is not known is None.
+
+    Raises TrackingError where there is none, or several.
+    """
+    runs = list_known_runs(Path(where.runs))
+    matches = runs[:1] if word is None else find_called_runs(word, runs)
+    shown = make_printable(word or "", limit=80)
+    if len(matches) > 1:
+        ids = ", ".join(run.run_id[:8] for run in matches)
+        raise TrackingError(f"RUN: {shown} is {len(matches)} runs; name one by its id: {ids}")
+    if matches:
+        return _describe_run(matches[0])
+    if word is None:
+        raise TrackingError(f"RUN: {where.runs} holds no run yet")
+    if where.database is not None and not where.database.is_file():
+        raise TrackingError(f"RUN: no run is called {shown}; `python -m flows.runs` shows them")
+    from headroom.tracking.query_runs import read_tags  # imports mlflow
+
+    tags = read_tags(where, word)
+    return _describe(tags.get("mlflow.runName", word), tags.get(BOUND), tags.get(WHY))
+
+
+def _describe_run(run: KnownRun) -> dict[str, Any]:
+    end = read_json(Path(run.folder) / "run.json")
+    verdict = None if run.live else judge_run(end)
+    if verdict is None:
+        tags = end.get("tags") or {}
+        return _describe(run.name, tags.get(BOUND), run.bound or None)
+    return {"name": run.name, "run_id": run.run_id, **asdict(verdict)}
+
+
+def _describe(name: str, bound: str | None, why: str | None) -> dict[str, Any]:
+    return {"name": name, "bound": bound, "why": why, "share": None, "gain": None}
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))
