@@ -23,8 +23,8 @@ from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
 from headroom.training import choose_step
-from headroom.training.forecast import forecast_training
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 from headroom.training.trainer import train
 from headroom.watch.leaks import release_device_memory, take_baseline
 from headroom.watch.memory_meter import MIB

@@ -36,7 +36,6 @@ from headroom.run.gate import (
     judge_run,
 )
 from headroom.settings.read_settings import make_config
-from headroom.settings.run_config import GateConfig
 from headroom.training import trainer
 from headroom.training.plan import make_plan
 
@@ -122,7 +121,7 @@ def draw_history(
         near, old = before[:REACH], before[REACH:]
         if not any(run["gate"] == NEW for run in near):
             near += [run for run in old if run["gate"] == NEW][:BEGINNING]
-        found.append(judge_run(now, near, GateConfig()))
+        found.append(judge_run(now, near))
         before.insert(0, {"gate": found[-1].gate, "metrics": now})
         if ends and found[-1].gate in GATES:
             break
@@ -250,7 +249,7 @@ def _measure_real_decay(runs: Sequence[Metrics]) -> float:
             if place % BLOCK == 0:
                 at = draw.randrange(len(runs))
             now = _slower(times)(runs[(at + place % BLOCK) % len(runs)])
-            verdict = judge_run(now, before[: REACH + BEGINNING], GateConfig())
+            verdict = judge_run(now, before[: REACH + BEGINNING])
             before.insert(0, {"gate": verdict.gate, "metrics": now})
             place += 1
             times *= 1.005 if place > PLANTED_AT else 1.0
@@ -280,7 +279,7 @@ def _told(
         left = WITHIN
         for place, run in enumerate(drawn if gate else drawn[:LENGTH]):
             now = planted(run) if place >= PLANTED_AT else run
-            verdict = judge_run(now, before, GateConfig())
+            verdict = judge_run(now, before)
             before.insert(0, {"gate": verdict.gate, "metrics": now})
             is_judged = NOT_JUDGED not in verdict.why
             seen, judged_runs = seen + 1, judged_runs + is_judged

@@ -27,8 +27,8 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import override_config
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
-from headroom.training.forecast import forecast_training
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 from headroom.watch.allocation_log import MIB
 
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}

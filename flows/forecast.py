@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(forecast)
-    return 0 if any(forecast.needed_mib <= room for room in forecast.rooms_mib.values()) else 2
+    return 0 if any(gpu.fits for gpu in forecast.gpus.values()) else 2
 
 
 if __name__ == "__main__":

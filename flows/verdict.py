@@ -22,10 +22,11 @@ from typing import Any
 
 import orjson
 
+from headroom.base.event_log import read_end
 from headroom.base.program import Parser
 from headroom.base.units import make_printable
 from headroom.report.verdict import BOUND, WHY, judge_run
-from headroom.run.known_runs import KnownRun, find_called_runs, list_known_runs, read_json
+from headroom.run.known_runs import KnownRun, find_called_runs, list_known_runs
 from headroom.tracking.tracking_settings import (
     TrackingError,
     TrackingSettings,
@@ -81,7 +82,7 @@ def _find_verdict(word: str | None, where: TrackingSettings) -> dict[str, Any]:
 
 
 def _describe_run(run: KnownRun) -> dict[str, Any]:
-    end = read_json(Path(run.folder) / "run.json")
+    end = read_end(Path(run.folder))
     verdict = None if run.live else judge_run(end)
     if verdict is None:
         tags = end.get("tags") or {}

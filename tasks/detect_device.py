@@ -35,7 +35,6 @@ def detect_device(
     """
     facts = detect_best_device(
         choose_device_name(device, read_ranks_from_environment()),
-        require=device.require,
         leases=None if device.share else leases,
     )
     resolve_precision(precision, facts)

@@ -49,6 +49,7 @@ SUBJECTS = {
     "headroom/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
     "headroom/training/admission.py": ["training/test_admission.py"],
     "headroom/training/forecast.py": ["training/test_forecast.py"],
+    "headroom/training/plan_forecast.py": ["training/test_forecast.py"],
     "headroom/watch/leaks.py": ["watch/test_leaks.py"],
 }
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.txt"

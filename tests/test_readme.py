@@ -42,7 +42,7 @@ LEFT_OUT = {
     "models:/churn@champion": "needs a registered model: tests/flows/test_predict.py",
 }
 # Refused where no GPU is.
-REFUSED = {"--device.name cuda:1", "--device.require gpu"}
+REFUSED = {"--device.name cuda:1", "--device.name gpu"}
 # What takes long is as good with fewer steps, and fewer rows to validate on.
 SHORTER = {"--data.source text": "--train.max_steps 20 --data.validation_fraction 0.002 \\g<0>"}
 TRAINS = r"make train|flows\.train (?!.*--(?:dry|fore|expl|help))"

@@ -120,9 +120,8 @@ def _print_dry_run(asked: Namespace) -> int:
     print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
     for line in read_settings.describe_unused_settings(asked.config):
         print(f"# {line}")
-    device = asked.config.device
     try:
-        facts = detect_best_device(device.name, require=device.require)
+        facts = detect_best_device(asked.config.device.name)
     except DeviceError as error:
         print(error, file=sys.stderr)
         return 2
@@ -135,23 +134,19 @@ def _print_forecast(asked: Namespace) -> int:
     from rich.console import Console
 
     from headroom.run.preflight import BAD_INPUT
-    from headroom.training.loop_forecast import parse_gpu_sizes
-    from tasks.forecast_memory import (
-        forecast_memory,
-        forecast_on_gpus,
-        make_gpu_table,
-    )
+    from headroom.training.gpu_fit import make_gpu_table, parse_gpu_sizes
+    from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
         if asked.elsewhere is not None:
-            forecast = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
-            Console().print(make_gpu_table(forecast, asked.config))
-            return 0 if any(one.fits for one in forecast) else 2
+            gpus = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(gpus, asked.config.train.batch_size))
+            return 0 if any(gpu.fits for gpu in gpus.values()) else 2
         foreseen = forecast_memory(asked.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
         return 2
-    Console().print(foreseen.table())
+    Console().print(foreseen.make_table())
     return 0 if foreseen.fits else 2
 
 

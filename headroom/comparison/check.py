@@ -20,7 +20,7 @@ def find_problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -
 
     prepared: gets their data.
     """
-    devices: dict[tuple[str, str], Any] = {}
+    devices: dict[str, Any] = {}
     problems: dict[str, list[str]] = {}
     for one in order:
         try:
@@ -35,17 +35,17 @@ def find_problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -
 
 
 def _check_training(
-    config: RunConfig, devices: dict[tuple[str, str], Any], prepared: dict[str, DataFacts]
+    config: RunConfig, devices: dict[str, Any], prepared: dict[str, DataFacts]
 ) -> None:
-    which = config.device.name, config.device.require
-    if which not in devices:
+    name = config.device.name
+    if name not in devices:
         try:
-            devices[which] = detect_best_device(which[0], require=which[1])
+            devices[name] = detect_best_device(name)
         except DeviceError as error:
-            devices[which] = error
-    if isinstance(devices[which], DeviceError):
-        raise devices[which]
-    prepare_and_check(config, devices[which], prepared)
+            devices[name] = error
+    if isinstance(devices[name], DeviceError):
+        raise devices[name]
+    prepare_and_check(config, devices[name], prepared)
 
 
 def main() -> None:

@@ -337,7 +337,7 @@ def _list_notes(table: Table, columns: list[Column], *, is_split: bool) -> tuple
             each += "" if column.rest is None else f", {OTHER} for the rest"
             notes.append(f"{name} became {len(column.values)} inputs, {each}{missing}")
         if column.kind == "date":
-            newest = "; data.split time with data.split_column would hold out the newest rows"
+            newest = "; data.split time:COLUMN would hold out the newest rows"
             notes.append(
                 f"the dates of {name} became {len(column.values)} inputs: "
                 f"{', '.join(column.values)}{'' if is_split else newest}"

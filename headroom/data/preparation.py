@@ -116,7 +116,8 @@ def _write_arrays(
     line = NO_LINE if times is None else times.line
     transform = choose_transform(raw, labels, rows, data, draw_judge, line=line)
     amounts = replace(labels, values=transform.apply(labels.values))
-    target = _measure_target_scaling(amounts, for_training=training, scale=data.scale_target)
+    is_scaled = data.target_transform != "raw"
+    target = _measure_target_scaling(amounts, for_training=training, scale=is_scaled)
     files |= _write_targets(folder, amounts, _scale_targets(raw, amounts, target), rows)
     class_rows = _count_class_rows(labels, rows)
     columns = None if inputs.columns is None else [_describe_column(c) for c in inputs.columns]
@@ -493,7 +494,7 @@ def _collect_settings(data: DataConfig) -> dict[str, Any]:
     """What decides the prepared content, beside the content of the file."""
     unused = {"path", "cache", "memory_mib"}
     if data.source in TOKEN_SOURCES:
-        unused |= {"target", "task", "split_seed", "scale", "scale_target", "target_transform"}
+        unused |= {"target", "task", "split_seed", "scale", "target_transform"}
     settings = data.model_dump(exclude=unused)
     if data.source in SOURCE_ARGS:  # with the defaults of what was not given
         settings["args"] = SOURCE_ARGS[data.source](**data.args).model_dump()

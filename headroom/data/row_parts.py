@@ -44,13 +44,13 @@ def split_rows(raw: RawData, labels: Labels, data: DataConfig) -> RowParts:
             f"data.{name}: has no meaning where {raw.label} gives validation rows of its own; "
             "drop it, or let it give all rows as one"
         )
-    if data.split == "random":
+    if data.split_by == "random":
         return _split_randomly(raw, labels, data)
     rows = len(labels.values)
     keys = np.arange(rows) if raw.split_keys is None else raw.split_keys
     wanted = [data.validation_fraction, *([data.test_fraction] if data.test_fraction else [])]
     counts = [max(1, round(rows * fraction)) for fraction in wanted]
-    find = _split_by_time if data.split == "time" else _split_by_group
+    find = _split_by_time if data.split_by == "time" else _split_by_group
     places = find(keys, counts, raw, data)
     return RowParts(places == 1, places == 2 if data.test_fraction else None)
 
@@ -126,7 +126,7 @@ def _refuse_few(values: int, parts: int, raw: RawData, data: DataConfig) -> None
     raise DataError(
         f"data.split: {raw.label}: {where} has {values:,} different "
         f"{'value' if values == 1 else 'values'}, and each of {parts + 1} parts needs one; choose "
-        "another data.split_column, or split by chance"
+        "another column, or split by chance"
     )
 
 

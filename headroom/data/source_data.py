@@ -53,9 +53,9 @@ class RawData:
     possibly mapped from the file; or a table.Table, which holds text and missing values too.
     target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers. validation: (n,)
     booleans where the source brought a split of its own. split_keys: (n,) times that sort, or
-    groups, of data.split_column. kept: which rows of the file these are, (rows of the file,)
-    booleans; None: all. decimal: data.args.decimal of a file of text; None for others. na:
-    data.args.na.
+    groups, of the column that data.split names. kept: which rows of the file these are, (rows of
+    the file,) booleans; None: all. decimal: data.args.decimal of a file of text; None for others.
+    na: data.args.na.
     """
 
     features: Any

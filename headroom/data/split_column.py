@@ -57,7 +57,7 @@ class _KeyColumn:
             array = array.cast(pa.string())
         if not any(fits(array.type) for fits in TYPES):
             raise DataError(
-                f"data.split_column: {self._label} column {shorten(self._data.split_column)} is of "
+                f"data.split: {self._label} column {shorten(self._data.split_column)} is of "
                 f"type {str(array.type)[:60]!r}; write it as numbers, dates or text"
             )
         if pa.types.is_string(array.type):
@@ -70,7 +70,9 @@ class _KeyColumn:
         if holes:  # which is refused when all has been counted
             keys = np.zeros(len(array), dtype=np.int64)
         else:
-            keys = self._convert_times(array) if self._data.split == "time" else _hash_cells(array)
+            keys = (
+                self._convert_times(array) if self._data.split_by == "time" else _hash_cells(array)
+            )
         self._rows += len(array)
         return keys
 
@@ -78,7 +80,7 @@ class _KeyColumn:
         """Raises DataError where a cell was missing."""
         if self._holes:
             raise DataError(
-                f"data.split_column: {self._at(self._first)} is missing (as in {self._holes:,} "
+                f"data.split: {self._at(self._first)} is missing (as in {self._holes:,} "
                 "rows); fill it in or drop the rows"
             )
 
@@ -111,7 +113,7 @@ class _KeyColumn:
 
     def _refuse(self, row: int, array: pa.Array, why: str) -> NoReturn:
         raise DataError(
-            f"data.split_column: {self._at(self._rows + row)} must be a time (got "
+            f"data.split: {self._at(self._rows + row)} must be a time (got "
             f"{shorten(str(array[row].as_py()))}): {why}"
         )
 

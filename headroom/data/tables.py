@@ -84,7 +84,7 @@ def choose_columns(
     """
     by = data.split_column
     # A time is learnt from: what is sold in the morning, on a Sunday, and more each year.
-    is_aside = data.split != "time" or by in useless
+    is_aside = data.split_by != "time" or by in useless
     drop = data.table.drop
     left = [name for name in names if name not in drop and not (is_aside and name == by)]
     unknown = [name for name in drop if name not in names]
@@ -132,11 +132,11 @@ def _list_split_problems(names: Sequence[str], data: DataConfig, label: str) -> 
     if column is None:
         return []
     if column == data.target:
-        return [f"data.split_column: is {shorten(column)}, the target; name another column"]
+        return [f"data.split: is {shorten(column)}, the target; name another column"]
     if names.count(column) != 1:
         many = "has more than one" if column in names else describe_missing_name(column, names)
         problem = f"{many} {shorten(column)}; rename one" if column in names else many
-        return [f"data.split_column: {label} {problem}"]
+        return [f"data.split: {label} {problem}"]
     return []
 
 
@@ -425,7 +425,7 @@ class TableBuilder:
         kinds = {values.dtype for values in self._targets}
         value_bytes = np.result_type(*kinds).itemsize if kinds else 1
         text_bytes = 8 if self._columns[-1].kind in (TEXT, CATEGORY) else 0
-        return 2 * value_bytes + 4 + text_bytes + SPLIT_BYTES[self._data.split]
+        return 2 * value_bytes + 4 + text_bytes + SPLIT_BYTES[self._data.split_by]
 
 
 def _shrink_integers(values: np.ndarray, kind: str) -> np.ndarray:

@@ -369,7 +369,7 @@ def choose_transform(
         return TargetTransform(
             units, (f"learnt: log(1 + target / {', '.join(map(format_number, units))})",)
         )
-    if requested == "none" or not data.scale_target or values.shape[1] > 1 or values.min() < 0:
+    if requested in ("scale", "raw") or values.shape[1] > 1 or values.min() < 0:
         return TargetTransform()
     y = np.asarray(values[training][:, 0], dtype=np.float64)
     unit = _compute_units(y[:, None])
@@ -417,5 +417,5 @@ def _refuse_negative(raw: RawData, values: np.ndarray) -> None:
         row, column = below[0].tolist()
         raise DataError(
             f"data.target_transform: log needs targets from 0 on (got "
-            f"{values[row, column].item()!r} in {raw.label_at(row)}); set it to none"
+            f"{values[row, column].item()!r} in {raw.label_at(row)}); set it to scale"
         )

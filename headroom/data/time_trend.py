@@ -61,7 +61,7 @@ def measure_time_range(
 
 
 def _find_time_places(columns: Sequence[Column], data: DataConfig) -> TimePlaces | None:
-    if data.split != "time" or data.split_column is None:
+    if data.split_by != "time" or data.split_column is None:
         return None
     first = 0
     for column in columns:

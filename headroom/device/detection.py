@@ -32,6 +32,7 @@ from headroom.watch.out_of_memory import is_oom
 
 RUNTIMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "oneAPI", "mps": "Metal"}
 INDEXED = ("cuda", "rocm", "xpu")
+WHICHEVER = ("auto", "gpu")  # the GPU with the most free memory
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Refusal:
 def find_name_problem(name: str) -> str:
     """Return what is wrong with the form of a device's name; empty where nothing is."""
     kind, colon, index = name.partition(":")
-    plain = kind in ("auto", "cpu", "mps") and not colon
+    plain = kind in (*WHICHEVER, "cpu", "mps") and not colon
     if plain or (kind in INDEXED and (not colon or (index.isascii() and index.isdecimal()))):
         return ""
     return (
-        "device.name: must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, xpu:INDEX, mps or cpu "
-        f"(got {name!r})"
+        "device.name: must be auto, gpu, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, xpu:INDEX, mps "
+        f"or cpu (got {name!r})"
     )
 
 
@@ -59,7 +60,7 @@ def find_allowed_gpus(machine: Machine, name: str) -> list[Gpu]:
     """Return the GPUs that a name allows, the one with the most free memory first."""
     kind, _, index = name.partition(":")
     # Torch calls a ROCm device cuda:0 too, so that name finds it as well.
-    gpus = (g for g in machine.gpus if kind in ("auto", g.kind, g.name.partition(":")[0]))
+    gpus = (g for g in machine.gpus if kind in (*WHICHEVER, g.kind, g.name.partition(":")[0]))
     allowed = [g for g in gpus if not index or g.index == int(index)]
     return sorted(allowed, key=lambda g: (-(g.free_bytes or 0), g.index or 0))
 
@@ -75,12 +76,10 @@ def try_gpus(machine: Machine, name: str, *, try_gpu: Callable[[Gpu], Gpu]) -> M
     return replace(machine, gpus=tuple(tried.get(g.name, g) for g in machine.gpus))
 
 
-def choose_device(machine: Machine, name: str, *, require: str = "any") -> DeviceFacts | Refusal:
+def choose_device(machine: Machine, name: str) -> DeviceFacts | Refusal:
     """Choose the device among the GPUs that were seen and tried, without looking again."""
     kind = name.partition(":")[0]
-    checks = run_checks(machine, None if kind in ("auto", "cpu") else kind)
-    if require == "gpu" and kind == "cpu":
-        return Refusal("device.require: gpu refuses device.name cpu; drop one of them", checks)
+    checks = run_checks(machine, None if kind in (*WHICHEVER, "cpu") else kind)
     able = find_allowed_gpus(machine, name)
     best = next((g for g in able if g.computes), None)
     if best:
@@ -92,9 +91,6 @@ def choose_device(machine: Machine, name: str, *, require: str = "any") -> Devic
     failed = _find_failed_checks(able, checks)
     if kind != "auto":
         return Refusal(f"device.name: {_describe_absence(machine, name, able, failed)}", checks)
-    if require == "gpu":
-        text = "must be a GPU, and this machine has only the cpu"
-        return Refusal(f"device.require: {text}: {_describe_failed_checks(failed)}", checks)
     if not (machine.adapters or machine.gpus):
         return _make_cpu_facts(machine, reason=f"cpu, since {failed[0].finding}", checks=checks)
     remedy = f"; {failed[0].remedy}" if failed[0].remedy else ""
@@ -138,7 +134,7 @@ def _describe_choice(best: Gpu, wanted: list[Gpu], name: str) -> str:
         return f"{best.asked_as}, as device.name asks ({free} free)"
     others = [_describe_other_gpu(gpu) for gpu in wanted if gpu is not best]
     if not others:
-        only = "the only GPU here" if name == "auto" else f"the only {name} device here"
+        only = "the only GPU here" if name in WHICHEVER else f"the only {name} device here"
         return f"{best.asked_as}, {only} ({free} free)"
     which = "the GPU with the most free memory"
     if any(g.computes is False for g in wanted):
@@ -219,15 +215,13 @@ class TemporaryDeviceError(DeviceError):
         self.kind = kind
 
 
-def detect_best_device(
-    name: str = "auto", *, require: str = "any", leases: Leases | None = None
-) -> DeviceFacts:
+def detect_best_device(name: str = "auto", *, leases: Leases | None = None) -> DeviceFacts:
     """Return the device to run on, after it has computed, with the result of every check.
 
-    auto is the working GPU with the most free memory, else the CPU. leases: to wait until no
-    other training uses the GPU, and to hold it from then on. Raises DeviceError.
+    auto is the working GPU with the most free memory, else the CPU; gpu is never the CPU. leases:
+    to wait until no other training uses the GPU, and to hold it from then on. Raises DeviceError.
     """
-    chosen = choose_device(_try_machine(name, leases), name, require=require)
+    chosen = choose_device(_try_machine(name, leases), name)
     if isinstance(chosen, Refusal):
         raise DeviceError(chosen.text)
     if chosen.kind not in ("cuda", "rocm"):

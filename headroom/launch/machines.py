@@ -39,7 +39,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
     exit code. Raises ConfigError where a machine is missing or unknown, or none of them is this
     one, and where it has no such device."""
     try:  # what its processes would refuse as often as they are started
-        detect_best_device(config.device.name, require=config.device.require)
+        detect_best_device(config.device.name)
     except DeviceError as error:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from headroom.base.facts import DeviceFacts
-from headroom.device.detection import DeviceError, detect_best_device
+from headroom.device.detection import WHICHEVER, DeviceError, detect_best_device
 from headroom.device.leases import Leases, find_lease_folder
 from headroom.launch.launcher import is_launched
 from headroom.ranks.ranks import Ranks
@@ -68,13 +68,13 @@ def choose_device_name(asked: DeviceConfig, ranks: Ranks) -> str:
             f"device.name: is {asked.name}, one device, and {ranks.size} processes train together; "
             "leave the index out"
         )
-    if asked.name == "auto":
+    if asked.name in WHICHEVER:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = None if accelerator is None else accelerator.type
     else:
         kind = asked.name
     if kind is None:
-        return "auto"
+        return asked.name
     here = torch.accelerator.device_count()
     if "LOCAL_RANK" not in os.environ and here == 1:  # a scheduler has given each its own
         return f"{kind}:0"

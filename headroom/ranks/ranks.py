@@ -263,7 +263,7 @@ def _open_store(ranks: Ranks, wait_s: float) -> Any:
                 f"({describe_peer_error(error)}); choose another"
             ) from None
         raise LostRank(
-            f"launch.wait_s: rank 0 did not come to {_meeting_place()} within {wait_s:g} s"
+            f"launch.timeout_s: rank 0 did not come to {_meeting_place()} within {wait_s:g} s"
         ) from None
 
 
@@ -280,8 +280,8 @@ def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
         text = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
         if waited_s > wait_s:
             raise LostRank(
-                f"launch.wait_s: {text} of {ranks.size} did not come to {_meeting_place()} within "
-                f"{wait_s:g} s",
+                f"launch.timeout_s: {text} of {ranks.size} did not come to {_meeting_place()} "
+                f"within {wait_s:g} s",
                 missing,
             )
         if not is_told and waited_s > WAITED_S:

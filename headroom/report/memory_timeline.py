@@ -7,10 +7,12 @@ allocation log counted is drawn.
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headroom.base.names import OWNERS
@@ -48,7 +50,21 @@ COLOURS = {
 RED = "#b3261e"
 LETTER = 0.008  # of the picture's width
 
+log = logging.getLogger(__name__)
+
 Point = tuple[int, Mapping[str, int]]  # an allocation, and the bytes of each owner after it
+
+
+def write_timeline(
+    ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]
+) -> None:
+    """Write the last step that was counted as the page `folder`/memory/snapshot.html."""
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        file = folder / "memory" / "snapshot.html"
+        file.write_text(make_timeline_page(ledger, title=title, lines=lines), encoding="utf-8")
+    except (OSError, MemoryError) as error:  # drawing takes some 40 MiB
+        log.warning("memory/snapshot.html could not be written: %s", error)
 
 
 def render_timeline(points: Sequence[Point], ledger: AllocationLog) -> bytes:

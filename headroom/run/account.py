@@ -34,17 +34,17 @@ from headroom.process import signals
 from headroom.ranks.slow_rank import exchange_phases, find_slow_rank, select_phases
 from headroom.run.alerts import find_device_mib
 from headroom.run.failures import Failure
-from headroom.run.findings import make_device_json, make_device_tags
+from headroom.run.findings import make_device_tags
 from headroom.run.program_end import UNKNOWN, ProgramEnd
 from headroom.run.recording import Recording
 from headroom.run.resume import FolderClaim
 from headroom.settings.run_config import find_notify_problem
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
-from headroom.training.oom_report import OutOfMemory, explain_own_failure
 from headroom.watch import leaks
 from headroom.watch.guard import Guarded, guard, take_own_error
 from headroom.watch.logged_values import check_name, take_step
+from headroom.watch.oom_report import OutOfMemory, explain_out_of_memory, find_part
 from headroom.watch.out_of_memory import is_oom
 from headroom.watch.own_loop import (
     OwnLoop,
@@ -234,10 +234,10 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def forecast(self, *gpus: str) -> LoopForecast:
         """Return what a step takes at its peak, and whether it would fit these GPUs, by default
-        those of `loop_forecast.USUAL_GPUS`: of a loop with one model and one optimizer, after its
+        those of `gpu_fit.USUAL_GPUS`: of a loop with one model and one optimizer, after its
         first step. It is asked for its answer, and so it raises what is wrong with the question:
         RuntimeError, KeyError and UnforeseeableMemory. What is measured goes on."""
-        from headroom.training import loop_forecast
+        from headroom.training import gpu_fit, loop_forecast
 
         if self._loop is None or self._is_lost:
             raise RuntimeError("forecast: this run measures nothing that could be foretold")
@@ -249,7 +249,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             )
         if loop.given is None:
             raise RuntimeError("forecast: comes after the first step; no model was called yet")
-        sizes = {gpu: loop_forecast.SIZES_MIB[gpu] for gpu in gpus or loop_forecast.USUAL_GPUS}
+        sizes = {gpu: gpu_fit.SIZES_MIB[gpu] for gpu in gpus or gpu_fit.USUAL_GPUS}
         step = loop_forecast.make_step_of(
             loop.models[0], loop.optimizers[0], loop.given, loop.autocast
         )
@@ -380,9 +380,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _open(self, device: DeviceFacts) -> None:
         start, _ = self._create(self.params, waits=False)
-        self._claim.write_start(replace(start, device=device.kind))
-        self._live.tell(device=device.name)
-        self._write("device.json", make_device_json(device))
+        self._announce(start, device)
 
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""
@@ -427,8 +425,12 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         elif isinstance(error, KeyboardInterrupt):
             findings.failure = Failure("signal", "interrupted", "KILLED")
         elif is_oom(error) and self._loop is not None and self._device is not None:
-            explanation = explain_own_failure(
-                error, self._loop, device=self._device.name, folder=self.folder
+            explanation = explain_out_of_memory(
+                self._loop.note_failure(error),
+                self._loop.accounts.phases.accounts.ledger,
+                find_remedy=find_part,
+                device=self._device.name,
+                folder=self.folder,
             )
             findings.fail(OutOfMemory(explanation))
         return error
@@ -455,9 +457,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         by_rank = exchange_phases(select_phases(self._found.summary), turn=self._turn)
         slow_rank = find_slow_rank(by_rank)
         self._found.profile = {**loop.accounts.describe(), "slow_rank": slow_rank}
-        stats = loop.accounts.phases.meter.read_stats()
-        if stats:
-            self._write("memory/stats.json", json.dumps(stats, indent=1))
+        self.keep_stats(loop.accounts.phases.meter.read_stats())
         self._clock.stages["time/train_model_s"] = loop.accounts.watch.compute_total_s()
         held = self._clock.time_stage(
             "release_memory", loop.measure_held, baseline_bytes=device.baseline_bytes

@@ -19,7 +19,7 @@ from headroom.run.preflight import BAD_INPUT
 from headroom.tracking.journal import SenderEnded
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training.checkpoints import NoRoom
-from headroom.training.oom_report import OutOfMemory
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.out_of_memory import is_oom, list_error_chain
 from headroom.watch.step_metrics import Diverged
 

@@ -18,9 +18,9 @@ from headroom.base.facts import Column, DataFacts, DeviceFacts, Owner, ReleaseFa
 from headroom.prefect.prefect_http import compute_uptime
 from headroom.run.failures import Failure, classify_failure
 from headroom.settings.run_config import DataConfig
-from headroom.training.oom_report import OutOfMemory
 from headroom.watch.leaks import make_release_metrics
 from headroom.watch.memory_meter import MIB
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.phases import Stopwatch
 
 

@@ -36,10 +36,11 @@ from headroom.base.units import (
     format_percent,
 )
 from headroom.settings import read_settings
-from headroom.settings.run_config import GateConfig, RunConfig
+from headroom.settings.run_config import RunConfig
 
 OK, NEW = "ok", "new"
 GATES = ("worse", "larger", "slower")  # the most serious first
+COMPARED_RUNS = 20  # good runs, of whose figures the median is compared
 NEEDED_RUNS = 5  # good runs: of fewer nobody knows how far they lie apart
 IN_A_ROW = 3  # this run and those just before it
 UNJUDGED = 3  # runs in a row whose speed could not be judged: from then on a person is warned
@@ -161,7 +162,6 @@ def compute_gate_key(config: RunConfig, device: DeviceFacts, data: DataFacts) ->
 def compare_with_history(
     run: Mapping[str, Any],
     runs: History | None,
-    gate: GateConfig,
     *,
     registered_model: str | None = None,
 ) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def compare_with_history(
     And what the model registry needs to know, where its model is to be registered.
     """
     metrics, name = run["metrics"], registered_model
-    verdict = judge_run(metrics, runs, gate)
+    verdict = judge_run(metrics, runs)
     tags = run["tags"] | verdict.tags
     if verdict.gate in GATES and (called := run.get("run_id") or run.get("name")):
         accept = f"python -m flows.runs --accept {shlex.quote(called)}"
@@ -186,7 +186,7 @@ def compare_with_history(
     return outcome
 
 
-def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> Verdict:
+def judge_run(now: Mapping[str, float], runs: History | None) -> Verdict:
     """Return the verdict on a finished run by what it measured.
 
     runs: those of the same `gate.of`, the last of which are where history began; None where MLflow
@@ -195,7 +195,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     if runs is None:
         return Verdict("", "not compared: MLflow could not be asked")
     since = _find_good_runs(runs)
-    good = since[: gate.last]
+    good = since[:COMPARED_RUNS]
     if runs and not good:
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED_RUNS:
@@ -204,7 +204,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     problems: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     for figure in (*_list_score_figures(now), *FIGURES):
-        seen = _FigureHistory.collect(figure, now, runs, since, last=gate.last, usual_ms=usual_ms)
+        seen = _FigureHistory.collect(figure, now, runs, since, usual_ms=usual_ms)
         if seen is None:
             continue
         words = seen.describe()
@@ -289,13 +289,12 @@ class _FigureHistory:
         runs: History,
         since: Sequence[Mapping[str, float]],
         *,
-        last: int,
         usual_ms: float,
     ) -> _FigureHistory | None:
         """Return the figure's history, or None where it was measured too seldom.
 
-        since: the good runs since history began, the newest first; the `last` of them are what the
-        median is of. Measurements count where they were undisturbed: that of this run, and
+        since: the good runs since history began, the newest first; COMPARED_RUNS of them are
+        what the median is of. Measurements count where they were undisturbed: that of this run, and
         NEEDED_RUNS of the good ones.
         """
 
@@ -306,7 +305,7 @@ class _FigureHistory:
 
         values, every, before = (
             [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]
-            for of in (since[:last], since, (run["metrics"] for run in runs))
+            for of in (since[:COMPARED_RUNS], since, (run["metrics"] for run in runs))
         )
         if figure.metric not in now or not is_free(now) or len(values) < NEEDED_RUNS:
             return None

@@ -81,11 +81,10 @@ class RunStart:
                 os.close(opened)
         return marked
 
-    def mark_as_retry(self, before: RunStart | None, *, on: str) -> RunStart:
-        """Return this start on a device of that kind, as a retry of `before` if given."""
+    def mark_as_retry(self, before: RunStart | None) -> RunStart:
+        """Return this start as a retry of `before` if given."""
         was = before or self
-        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
-        return replace(self, device=on)
+        return replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
 
     def make_next(self, folder: Path) -> RunStart:
         """Return the start of the next time, with the seconds that the times before took.

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from json import dumps
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ from headroom.base.names import Place, list_shown
 from headroom.base.units import make_printable
 from headroom.process.redaction import redact, redact_nested
 from headroom.run.alerts import find_device_mib
-from headroom.run.findings import make_data_inputs, make_device_json, make_device_tags
+from headroom.run.findings import make_data_inputs, make_device_tags
 from headroom.run.gate import compare_with_history, compute_gate_key
 from headroom.run.preflight import check_fit
 from headroom.run.progress import Progress, log_during_silence
@@ -127,7 +126,6 @@ class Record(Recording):
         if self.leases.waited_s > 1:
             self._clock.stages["time/wait_device_s"] = self.leases.waited_s
         self._write("config.yaml", dump_yaml(hide_config_secrets(self.config).model_dump()))
-        self._write("device.json", make_device_json(plan.device))
         self._alerts.steps, self._alerts.epochs = plan.steps, plan.epochs
         self._alerts.device_mib = find_device_mib(plan.device, self.config.memory.limit_mib)
         at = next(iter(list_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
@@ -164,11 +162,8 @@ class Record(Recording):
         device, start = plan.device, self._claim.start
         assert start is not None
         start = replace(start, steps=plan.steps, epochs=plan.epochs)
-        start = start.mark_as_retry(self._claim.earlier, on=device.kind)
-        self._claim.write_start(start)
-        self._live.tell(
-            run_id=start.run_id, device=device.name, steps=plan.steps, epochs=plan.epochs
-        )
+        start = start.mark_as_retry(self._claim.earlier)
+        self._announce(start, device, steps=plan.steps, epochs=plan.epochs)
         if self.leases.is_held:
             self._held.enter_context(self._take_device_slot(device.uuid or device.name))
         return measured
@@ -227,8 +222,7 @@ class Record(Recording):
         self._found.add_training(facts)
         if self._progress is not None:  # its last line says what the report says
             self._progress.update(facts.metrics, self._step)
-        if facts.stats:
-            self._write("memory/stats.json", dumps(facts.stats, indent=1))
+        self.keep_stats(facts.stats)
 
     def _close(self) -> None:
         _ended[:] = [self]
@@ -238,6 +232,4 @@ class Record(Recording):
 
     def _compare(self) -> dict[str, Any]:
         found, run = self._journal.wait_for_history(), self.config.run
-        return compare_with_history(
-            self.run, found, self.config.gate, registered_model=run.registered_model
-        )
+        return compare_with_history(self.run, found, registered_model=run.registered_model)

@@ -13,18 +13,18 @@ import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any, Self
 
 from headroom.base.event_log import ONCE
-from headroom.base.facts import ReleaseFacts
+from headroom.base.facts import DeviceFacts, ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact, redact_nested
 from headroom.report.verdict import Verdict, judge_run
 from headroom.run.alerts import Alerts, read_told
 from headroom.run.failures import Failure, classify_failure
-from headroom.run.findings import Findings, RunClock
+from headroom.run.findings import Findings, RunClock, make_device_json
 from headroom.run.gate import compare_with_history
 from headroom.run.known_runs import (
     PEAK,
@@ -37,7 +37,6 @@ from headroom.run.messages import Messenger, describe_end
 from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import GateConfig
 from headroom.tracking.journal import Journal, JournalError
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.watch.accounts import Accounts
@@ -188,6 +187,11 @@ class Recording:
         self._alerts.add(metrics, step)
         return curves, metrics.get(AGE_S, 0.0)
 
+    def keep_stats(self, stats: Mapping[str, Any]) -> None:
+        """Keep the allocator's own statistics, where it has some."""
+        if stats:
+            self._write("memory/stats.json", json.dumps(stats, indent=1))
+
     def keep_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
         self._found.add_release(facts)
@@ -221,6 +225,13 @@ class Recording:
         )
         self._claim.hold_folder()
         return start, measured
+
+    def _announce(self, start: RunStart, device: DeviceFacts, **known: int) -> None:
+        """Tell, in the folder and to `flows.runs`, how the run has begun, and where. known: more,
+        by the fields of LiveRun."""
+        self._claim.write_start(replace(start, device=device.kind))
+        self._live.tell(run_id=start.run_id, device=device.name, **known)
+        self._write("device.json", make_device_json(device))
 
     def _write(self, name: str, text: str) -> None:
         self._files[name] = text
@@ -303,7 +314,7 @@ class Recording:
 
     def _compare(self) -> dict[str, Any]:
         """Return what runs alike say of this one."""
-        return compare_with_history(self.run, self._journal.wait_for_history(), GateConfig())
+        return compare_with_history(self.run, self._journal.wait_for_history())
 
     def _make_page(self) -> dict[str, str]:
         """Return where MLflow has the run; no ids while it is away."""

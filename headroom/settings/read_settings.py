@@ -425,10 +425,7 @@ def _escape_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shorter)
 
 
-_NOT_OF_TOKENS = (
-    *("data.scale", "data.scale_target", "data.target_transform"),
-    *("data.split", "data.split_seed"),
-)
+_NOT_OF_TOKENS = (*("data.scale", "data.target_transform", "data.split", "data.split_seed"),)
 
 
 def find_unused_settings(config: RunConfig) -> dict[str, str]:
@@ -453,8 +450,8 @@ def collect_params(config: RunConfig) -> dict[str, object]:
 
 
 _NAMES = ("run.name", "run.key", "run.experiment", _NOTIFY)
-_OF_REGRESSION = ("data.scale_target", "data.target_transform")
-_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.wait_s", "launch.timeout_s")
+_OF_REGRESSION = ("data.target_transform",)
+_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.timeout_s")
 _EMPTY = ("", "None", "[]", "{}")
 _PARAM = re.compile(r"[\w.-]+")
 

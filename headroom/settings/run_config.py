@@ -74,6 +74,7 @@ def require_known(known: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+LEAST_WAIT_S = 600.0  # for others to start, as PyTorch's launcher has it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
 
@@ -87,12 +88,11 @@ class LaunchConfig(Section):
     command is given on each of them; launch.processes is then of each. Empty: this one alone."""
     port: Annotated[Int, Field(ge=1, le=65535)] = 29400
     """Where they meet, on the first of them by name."""
-    wait_s: Annotated[Float, Field(ge=1, le=10**6)] = 600.0
-    """Seconds to wait for all machines, and then for all processes, to come."""
     timeout_s: Annotated[Float, Field(ge=10, le=10**6)] = 600.0
     """Seconds that processes wait for one that does not come to a step, an evaluation or the end.
     Then all begin again from the last checkpoint. It is the time-out of PyTorch's process group:
-    nobody but you knows how long one may be busy alone, with a data set or a file."""
+    nobody but you knows how long one may be busy alone, with a data set or a file. At the start
+    all machines and processes are waited for as long, and at least ten minutes."""
 
     @field_validator("processes", mode="before")
     @classmethod
@@ -116,6 +116,11 @@ class LaunchConfig(Section):
         return self.nodes.split(",") if self.nodes else []
 
     @property
+    def wait_s(self) -> float:
+        """Return the seconds to wait for all machines, and then for all processes, to come."""
+        return max(LEAST_WAIT_S, self.timeout_s)
+
+    @property
     def count(self) -> int | None:
         """Return the number of processes; None: one for each GPU."""
         return None if self.processes == "auto" else int(self.processes)
@@ -127,7 +132,7 @@ TOKEN_SOURCES = list_formats(TEXT, TOKENS)
 DELIMITED_FILES = tuple(name for name in TABLE_FILES if FORMATS[name].is_delimited)
 UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
-SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
+SPLIT_SETTINGS = ("test_fraction", "split")
 ENDINGS = list_endings(*FORMATS)
 _SOURCE = (  # a docstring could not list the formats
     "digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given, "
@@ -166,31 +171,27 @@ class DataConfig(Section):
     test_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.0
     """Share of the rows that are put aside and judged once, at the end, by the weights that are
     logged: test/ metrics. Nothing else ever looks at them. Not of data sets and loaders."""
-    split: Literal["random", "time", "group"] = "random"
+    split: Text = "random"
     """How rows come into the parts. random: drawn, of each class the same share; time: the latest
-    are for validation, and of these the very latest for the test, by data.split_column or else in
-    the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
-    are always split by their order. Not of data sets and loaders."""
-    split_column: Text | None = None
-    """The column of a table to split by time or by group. Times are learnt from too,
-    unless data.args.drop names them; a group is no feature."""
+    are for validation, and of these the very latest for the test, in the order of the rows;
+    time:COLUMN: by this column of a table, which is learnt from too, unless data.args.drop names
+    it; group:COLUMN: rows that are alike in this column, which is no feature, are in one part.
+    Tokens are always split by their order. Not of data sets and loaders."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
     """Standardize each feature with mean and deviation of the training rows (images: of all their
     pixels together). Tokens stay as they are."""
-    scale_target: Bool = True
-    """Standardize the target of a regression, each of its columns, with mean and deviation of the
-    training rows. Predictions, val/mae, val/rmse, and what a loss and metrics of your own are given
-    are in its units all the same; a model of your own learns the standardized one, so false where
-    its outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
-    target_transform: Literal["auto", "none", "log"] = "auto"
-    """What is learnt of a regression's target. log: log(1 + target / unit), where the unit is the
-    median of the training rows above 0; for targets from 0 on. auto: log for one target that is
-    skewed to the right, where boosted trees on a sample of the rows make smaller errors on the
-    validation rows with it (mean absolute times root mean squared error, in the target's units);
-    else, and where data.scale_target is false, none. All figures and predictions stay in the
-    target's units; val/loss is that of what is learnt."""
+    target_transform: Literal["auto", "scale", "log", "raw"] = "auto"
+    """What is learnt of a regression's target. scale: each of its columns standardized, with mean
+    and deviation of the training rows; log: the same of log(1 + target / unit), where the unit is
+    the median of the training rows above 0, for targets from 0 on; raw: the target as it is, as a
+    model of your own needs it whose outputs are bounded (a softplus at the end). auto: log for one
+    target that is skewed to the right, where boosted trees on a sample of the rows make smaller
+    errors on the validation rows with it (mean absolute times root mean squared error, in the
+    target's units); else scale. Predictions, all figures, and what a loss and metrics of your own
+    are given are in the target's units all the same; val/loss is that of what is learnt. Data sets
+    and loaders stay as they are."""
     cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
     """Folder for prepared arrays, reused by runs with the same data and settings."""
 
@@ -203,6 +204,25 @@ class DataConfig(Section):
         if not isinstance(path, str) or not path:
             return values
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
+
+    @field_validator("split")
+    @classmethod
+    def _check_split_form(cls, split: str) -> str:
+        if not re.fullmatch(r"random|time(:.+)?|group:.+", split, re.DOTALL):
+            raise ValueError(
+                f"must be random, time, time:COLUMN or group:COLUMN (got {split[:80]!r})"
+            )
+        return split
+
+    @property
+    def split_by(self) -> str:
+        """Return how rows are split: random, time or group."""
+        return self.split.partition(":")[0]
+
+    @property
+    def split_column(self) -> str | None:
+        """Return the column of a table that rows are split by; None where there is none."""
+        return self.split.partition(":")[2] or None
 
     @property
     def table(self) -> DelimitedArgs:
@@ -267,8 +287,8 @@ class DataConfig(Section):
     def _check_settings(self) -> DataConfig:
         if self.split_column is not None and self.source not in TABLE_FILES:
             raise ValueError(
-                f"split_column: has no meaning for source {self.source}; drop it, or set "
-                f"data.source to one of {', '.join(TABLE_FILES)}"
+                f"split: {self.split_by} needs a column of {', '.join(TABLE_FILES)} (the source is "
+                f"{self.source}); set it to random or time"
             )
         return self
 
@@ -279,19 +299,7 @@ class DataConfig(Section):
                 f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
                 f"{self.validation_fraction:g} leave no row to train on; lower one"
             )
-        if self.split == "group" and self.source not in TABLE_FILES:
-            raise ValueError(
-                f"split: group needs a column of {', '.join(TABLE_FILES)} (the source is "
-                f"{self.source}); set it to random or time"
-            )
-        if self.split == "group" and self.split_column is None:
-            raise ValueError("split_column: is needed by data.split group; name a column")
-        if self.split == "random" and self.split_column is not None:
-            raise ValueError(
-                f"split_column: is for data.split time and group (got {self.split_column!r} and "
-                "random); set data.split to one of them, or drop it"
-            )
-        if self.split == "time" and self.source in UNORDERED_SOURCES:
+        if self.split_by == "time" and self.source in UNORDERED_SOURCES:
             raise ValueError(
                 f"split: time needs rows that have an order (the source is {self.source}); set it "
                 "to random"
@@ -321,15 +329,14 @@ FUSED = ("adamw", "sgd")
 WEIGHT_DECAY = 0.01  # of these, of an optimizer of one's own, and of AdamW
 WEIGHT_DECAYS = {"Muon": 0.1, "AdamW": WEIGHT_DECAY}  # PyTorch's presets; else 0
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-_DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
+_DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
 class DeviceConfig(Section):
     name: Text = "auto"
-    """Where to train: auto (the GPU with the most free memory, else the CPU), cpu, mps, cuda, rocm
-    or xpu, the last three also with an index: cuda:1."""
-    require: Literal["any", "gpu"] = "any"
-    """gpu: stop where no GPU works, instead of falling back to the CPU."""
+    """Where to train: auto (the GPU with the most free memory, else the CPU), gpu (the same GPU,
+    and no run where none works), cpu, mps, cuda, rocm or xpu, the last three also with an index:
+    cuda:1."""
     wait_s: Annotated[Float, Field(ge=0, le=10**7)] = 86_400.0
     """Seconds to wait for a GPU on which another training of this project runs; first come, first
     served. Then the run is refused."""
@@ -340,14 +347,10 @@ class DeviceConfig(Section):
     @classmethod
     def _check_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name):
-            raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
+            raise ValueError(
+                "must be auto, gpu, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu"
+            )
         return name
-
-    @model_validator(mode="after")
-    def _check_requirement(self) -> DeviceConfig:
-        if self.require == "gpu" and self.name == "cpu":
-            raise ValueError("name: is cpu but require is gpu; drop one of them")
-        return self
 
 
 class ModelConfig(Section):
@@ -634,12 +637,10 @@ class MemoryConfig(Section):
 
 
 class GateConfig(Section):
-    last: Annotated[Int, Field(ge=5, le=30)] = 20
-    """Good runs of the same settings, data and device model whose median a finished run is compared
-    with; it needs five. See docs/schedule.md."""
     fail: Bool = False
-    """true: a run that is slower, larger or worse than them ends its flow run as failed, with exit
-    code 1; the run in MLflow is finished, and keeps its model."""
+    """true: a run that is slower, larger or worse than the last good ones of the same settings,
+    data and device model ends its flow run as failed, with exit code 1; the run in MLflow is
+    finished, and keeps its model. See docs/schedule.md."""
 
 
 def is_web_address(place: str) -> bool:

@@ -26,6 +26,11 @@ MOVED = {
         for kind in SOURCE_ARGS.values()
         for name in kind.model_fields
     },
+    "data.scale_target": "data.target_transform: scale for true, raw for false",
+    "data.split_column": "data.split as time:COLUMN or group:COLUMN",
+    "device.require": "device.name gpu",
+    "launch.wait_s": "launch.timeout_s",
+    "gate.last": "gate.fail alone: the median is always that of the last 20 good runs",
     "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
     "optim.beta2": "the second of optim.args.betas",
     "optim.min_lr_fraction": "optim.schedule_args.min_lr_fraction",

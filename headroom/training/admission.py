@@ -23,8 +23,9 @@ from headroom.device.memory_limit import compute_room_bytes
 from headroom.device.nvml import Nvml, find_holders, query_nvml
 from headroom.settings.run_config import FUSED
 from headroom.training.choose_step import EarlierTimings
-from headroom.training.forecast import Forecast, UnforeseeableMemory, forecast_training
+from headroom.training.forecast import Forecast, UnforeseeableMemory, find_largest_rows
 from headroom.training.plan import Plan
+from headroom.training.plan_forecast import forecast_training
 from headroom.watch import host_memory
 from headroom.watch.allocators import make_allocator
 
@@ -149,6 +150,9 @@ class _MemoryRequest:
             self._forecasts[rows] = forecast
         return self._forecasts[rows]
 
+    def count_needed(self, rows: int) -> int:
+        return self.forecast(rows).needed_bytes
+
     def describe_unforeseeable(self) -> str | None:
         """Return why nothing can be foretold of an optimizer that is not ours, or of a model or a
         loss of the user's own."""
@@ -182,11 +186,10 @@ class _MemoryRequest:
             taken = f"{_format_size(past_bytes)} by what runs alike have taken"
             reason = f"{taken}{self._describe_room(room)}"
             return Admission(past_bytes, "history", self._rows, reason)
-        whole, rows = self.forecast(self._rows), self._rows
-        while self.forecast(rows).needed_bytes > room:
-            if rows == 1:
-                return None
-            rows = math.ceil(rows / 2)
+        whole = self.forecast(self._rows)
+        rows = find_largest_rows(self.count_needed, room, rows=self._rows, most=self._rows)
+        if rows is None:
+            return None
         forecast = self.forecast(rows)
         reason = f"{_format_size(forecast.peak_bytes)} by a dry step{self._describe_room(room)}"
         if rows < self._rows:

@@ -29,7 +29,7 @@ from headroom.training.plan import Plan
 # Where it runs and how it is watched, how long, and where its rows come from while they stay the
 # same. Another device draws other random numbers and rounds otherwise: said, and allowed.
 MAY_DIFFER = (
-    *("device.name", "device.require", "data.path", "data.cache", "data.memory_mib"),
+    *("device.name", "data.path", "data.cache", "data.memory_mib"),
     *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
     *("train.log_every", "train.compile", "train.parallel"),
     *("train.eval_every_steps", "train.min_delta"),

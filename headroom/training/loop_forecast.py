@@ -12,51 +12,37 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from headroom.base import nested
 from headroom.base.facts import DeviceFacts
 from headroom.base.import_paths import describe_error, import_callable, is_import_path
-from headroom.base.units import format_mebibytes, make_printable
-from headroom.device.detection import detect_best_device
+from headroom.base.units import make_printable
 from headroom.settings.read_settings import ConfigError
 from headroom.training.forecast import (
-    CUDNN,
+    DryRun,
     Forecast,
     UnforeseeableMemory,
-    choose_device,
     fake_model,
-    make_forecast,
-    make_peaks,
-    prepare_fake_tensors,
+    find_largest_rows,
+    use_fake_tensors,
+)
+from headroom.training.gpu_fit import (
+    USUAL_GPUS,
+    GpuFit,
+    make_absent_gpu,
+    make_gpu_table,
+    make_memory_table,
+    parse_gpu_sizes,
 )
 from headroom.watch.allocation_log import MIB
 
-# MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
-SIZES_MIB = {
-    "t4": 15360,
-    "a10": 23028,
-    "a10g": 23028,
-    "l4": 23034,
-    "l40s": 46068,
-    "a100-40": 40960,
-    "a100-80": 81920,
-    "h100": 81559,
-}
-# What the driver keeps (some 430 to 570 MiB: PyTorch told 14.58 GiB of a T4 and 79.10 of an H100)
-# and the context of a process takes.
-TAKEN_MIB = 1024
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|mib)", re.IGNORECASE)
-USUAL_GPUS = ("t4", "l4", "a100-40", "a100-80", "h100")
 STEPS = 3  # the second has gradients and state of the first; the third, what those left in caches
 CLOSE = 0.02  # of the largest batch: so near is told
 MOST_ROWS = 1 << 32
@@ -93,71 +79,98 @@ class LoopStep:
 class LoopForecast:
     """What a step takes, and on which GPUs it would fit. `print` shows it."""
 
-    told: Forecast
+    memory: Forecast
     assumed: str  # of the step, where nobody told
-    needed_mib: float
-    rooms_mib: Mapping[str, float]  # by GPU
-    largest: Mapping[str, int]  # rows that fit each; 0: not even one
+    gpus: Mapping[str, GpuFit]
 
     def __str__(self) -> str:
-        """Return both tables as text."""
-        console = Console(width=100)
-        with console.capture() as shown:
-            console.print(*self.make_tables(), sep="\n")
-        return shown.get().rstrip()
-
-    def make_tables(self) -> tuple[Table, Table, str]:
         """Return what the step takes by owner and phase, a line for each GPU, and what is to be
         known of both."""
-        told, rows = self.told, f"{self.told.micro_batch:,} rows"
-        memory = Table("", "", title=f"a step on {rows}", title_justify="left", show_header=False)
-        memory.columns[1].justify = "right"
-        peak = format_mebibytes(told.peak_bytes / MIB)
-        memory.add_row(f"predicted peak, in {told.phase}", peak, style="bold")
-        for owner, size in sorted(told.owners.items(), key=lambda item: -item[1]):
-            memory.add_row(f"  {owner}", format_mebibytes(size / MIB))
-        memory.add_section()
-        for phase, most in told.phases.items():
-            if phase not in ("setup", "data_wait"):
-                memory.add_row(f"peak of {phase}", format_mebibytes(most / MIB))
-        notes = (f"assumed: {self.assumed}" if self.assumed else "", told.note)
-        gpus = Table("", title=f"{rows} on GPUs", title_justify="left")
-        for name in ("room", "takes", "largest batch"):
-            gpus.add_column(name, justify="right")
-        gpus.add_column("fits")
-        for name, room_mib in self.rooms_mib.items():
-            gpus.add_row(
-                name,
-                format_mebibytes(room_mib),
-                format_mebibytes(self.needed_mib),
-                f"{self.largest[name]:,}" if self.largest[name] else "none",
-                "yes" if self.needed_mib <= room_mib else "NO",
-            )
-        return memory, gpus, "\n".join(filter(None, notes))
-
-
-def make_absent_gpu(here: DeviceFacts, room_bytes: int) -> DeviceFacts:
-    """Return the facts of a CUDA GPU that is not here, with so much room."""
-    return replace(
-        here,
-        name="cuda:0",
-        kind="cuda",
-        index=0,
-        total_bytes=room_bytes,
-        free_bytes=room_bytes,
-        bf16=True,
-    )
+        rows = self.memory.micro_batch
+        notes = (f"assumed: {self.assumed}" if self.assumed else "", self.memory.note)
+        console = Console(width=100)
+        with console.capture() as shown:
+            console.print(make_memory_table(self.memory, f"a step on {rows:,} rows"))
+            console.print(make_gpu_table(self.gpus, rows))
+            console.print("\n".join(filter(None, notes)))
+        return shown.get().rstrip()
 
 
 def forecast_loop(step: LoopStep, sizes_mib: Mapping[str, float]) -> LoopForecast:
     """Return what this step takes on a GPU, and how many rows fit those of these sizes. Raises
     UnforeseeableMemory."""
-    rooms = {name: max(0, int((size - TAKEN_MIB) * MIB)) for name, size in sizes_mib.items()}
-    device = make_absent_gpu(detect_best_device("cpu"), max(rooms.values()))
-    forecast, assumed = forecast_step(step, device)
-    largest = find_largest_batches(step, device, rooms)
-    rooms_mib = {name: room / MIB for name, room in rooms.items()}
-    return LoopForecast(forecast, assumed, forecast.needed_bytes / MIB, rooms_mib, largest)
+    gpus = {name: make_absent_gpu(size) for name, size in sizes_mib.items()}
+    largest = max(gpus.values(), key=lambda gpu: gpu.free_bytes or 0)
+    memory, assumed = forecast_step(step, largest)
+
+    @cache
+    def count_needed(rows: int) -> int:
+        return forecast_step(step.resize(rows), largest)[0].needed_bytes
+
+    def fit(room_bytes: int) -> GpuFit:
+        rows = find_largest_rows(
+            count_needed, room_bytes, rows=step.rows, most=MOST_ROWS, factor=4, close=CLOSE
+        )
+        return GpuFit(room_bytes / MIB, memory.needed_bytes / MIB, rows)
+
+    return LoopForecast(
+        memory, assumed, {name: fit(gpu.free_bytes or 0) for name, gpu in gpus.items()}
+    )
+
+
+def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
+    """Return the memory of this step, and what of it was assumed. Raises UnforeseeableMemory."""
+    dry = DryRun(device)
+    assumed: list[str] = []
+    fake = partial(use_fake_tensors, allow_real=True)
+    try:
+        with fake():
+            model = step.make_model()
+    except Exception:  # its constructor computes, so it is built with its memory
+        model = step.make_model()
+    try:
+        with fake(), dry:
+            model = fake_model(model, dry.device)
+            model.train()
+            dry.add_model(model)
+            optimizer = step.make_optimizer([p for p in model.parameters() if p.requires_grad])
+            dry.end_setup()
+            make_batch = partial(
+                nested.map_tensors, step.given, partial(_make_empty, device=dry.device)
+            )
+            take = partial(_take_step, step, model, optimizer, dry, assumed)
+            for _ in range(STEPS):
+                dry.take_step(make_batch, take)
+    except Exception as error:
+        raise UnforeseeableMemory(
+            f"what a step takes cannot be told beforehand: {describe_error(error)}"
+        ) from None
+    return dry.make_forecast(step.rows), assumed[0] if assumed else ""
+
+
+def _take_step(
+    step: LoopStep,
+    model: nn.Module,
+    optimizer: Optimizer,
+    dry: DryRun,
+    assumed: list[str],
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+) -> None:
+    """Forward, backward and update. assumed: hears what of the step nobody told."""
+    args, kwargs = given
+    cast = torch.autocast(dry.device.type, step.autocast) if step.autocast else nullcontext()
+    with cast:
+        outputs = model(*args, **kwargs)
+        loss = (step.compute_loss or partial(_assume_loss, assumed=assumed))(outputs)
+    del outputs
+    dry.mark("forward")
+    loss.backward()
+    dry.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    dry.mark("backward")
+    optimizer.step()
+    dry.own("optimizer_state", nested.find_tensors([*optimizer.state.values()]))
+    dry.mark("optimizer")
+    optimizer.zero_grad()
 
 
 def make_step_of(
@@ -189,91 +202,6 @@ def _copy_without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
-    """Return the memory of this step, and what of it was assumed. Raises UnforeseeableMemory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # imports the compiler
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with prepare_fake_tensors(), mode:
-            model = step.make_model()
-    except Exception:  # its constructor computes, so it is built with its memory
-        model = step.make_model()
-    assumed: list[str] = []
-    here = choose_device(torch.device(device.name))
-    peaks = make_peaks(here, device)
-    ledger = peaks.ledger
-    try:
-        with prepare_fake_tensors(), mode, ledger:
-            model = fake_model(model, here)
-            model.train()
-            ledger.own("parameters", model.parameters())
-            ledger.own("buffers", model.buffers())
-            parameter_bytes = ledger.allocated_bytes
-            optimizer = step.make_optimizer([p for p in model.parameters() if p.requires_grad])
-            peaks.mark("setup")
-            peaks.settle()
-            for _ in range(STEPS):
-                args, kwargs = nested.map_tensors(step.given, partial(_make_empty, device=here))
-                ledger.own("batch", nested.find_tensors((args, kwargs)))
-                peaks.mark("data_wait")
-                cast = torch.autocast(here.type, step.autocast) if step.autocast else nullcontext()
-                with cast:
-                    outputs = model(*args, **kwargs)
-                    loss = (step.compute_loss or partial(_assume_loss, told=assumed))(outputs)
-                del outputs
-                peaks.mark("forward")
-                loss.backward()
-                grads = [p.grad for p in model.parameters() if p.grad is not None]
-                ledger.own("gradients", grads)
-                peaks.mark("backward")
-                optimizer.step()
-                state = nested.find_tensors([*optimizer.state.values()])
-                ledger.own("optimizer_state", state)
-                peaks.mark("optimizer")
-                optimizer.zero_grad()
-                peaks.settle()
-                del args, kwargs, loss, grads, state
-            peaks.training = len(peaks.events)
-    except Exception as error:
-        raise UnforeseeableMemory(
-            f"what a step takes cannot be told beforehand: {describe_error(error)}"
-        ) from None
-    forecast = make_forecast(peaks, parameter_bytes, device, step.rows)
-    if any(isinstance(module, _ConvNd) for module in model.modules()):
-        forecast = replace(forecast, note="; ".join(filter(None, (forecast.note, CUDNN))))
-    return forecast, assumed[0] if assumed else ""
-
-
-def find_largest_batches(
-    step: LoopStep, device: DeviceFacts, rooms_bytes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the most rows whose step fits each of these rooms, within two in a hundred; 0 where
-    not even one does."""
-
-    @cache
-    def needed(rows: int) -> int:
-        return forecast_step(step.resize(rows), device)[0].needed_bytes
-
-    largest = {}
-    for name, room in rooms_bytes.items():
-        fits, over = 0, step.rows
-        while needed(over) <= room and over < MOST_ROWS:
-            fits, over = over, 4 * over
-        while not fits and over > 1:
-            if needed(over // 2) <= room:
-                fits = over // 2
-            else:
-                over //= 2
-        while fits and over - fits > max(1, CLOSE * fits):
-            share = (room - needed(fits)) / max(1, needed(over) - needed(fits))
-            guess = fits + int(share * (over - fits))  # what takes memory is mostly the rows
-            rows = min(max(guess, fits + 1, int(fits * (1 + CLOSE / 2))), over - 1)
-            fits, over = (rows, over) if needed(rows) <= room else (fits, rows)
-        largest[name] = fits
-    return largest
-
-
 def find_optimizer(name: str) -> type[Optimizer]:
     """Return the optimizer of torch.optim of this name, in any case. Raises ValueError."""
     kinds = {
@@ -294,28 +222,6 @@ def make_optimizer_of(kind: type[Optimizer], args: Mapping[str, Any]) -> Callabl
     if "foreach" in inspect.signature(kind).parameters and not options.get("fused"):
         options.setdefault("foreach", True)
     return partial(kind, **{"lr": 1e-3, **options})
-
-
-def parse_gpu_sizes(text: str) -> dict[str, float]:
-    """Return the MiB of each GPU that was named: names of SIZES_MIB, or sizes such as 24GiB.
-
-    Raises ConfigError.
-    """
-    found, problems = {}, []
-    for name in (word.strip().lower() for word in text.split(",")):
-        size = _SIZE.fullmatch(name)
-        if name in SIZES_MIB:
-            found[name] = float(SIZES_MIB[name])
-        elif size is not None and float(size[1]) > 0:
-            found[name] = float(size[1]) * (1024 if size[2] == "gib" else 1)
-        else:
-            near = get_close_matches(name, SIZES_MIB, 1)
-            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SIZES_MIB)}"
-            shown = make_printable(name, limit=60)
-            problems.append(f"--for {shown}: is neither a GPU that is known nor 24GiB; {hint}")
-    if problems:
-        raise ConfigError(*problems)
-    return found
 
 
 def forecast_model(
@@ -371,7 +277,7 @@ def fits(
     forecast = forecast_model(
         model, batch, optimizer=optimizer, loss=loss, autocast=autocast, on=on
     )
-    return all(forecast.needed_mib <= room for room in forecast.rooms_mib.values())
+    return all(gpu.fits for gpu in forecast.gpus.values())
 
 
 _BATCH = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
@@ -449,17 +355,17 @@ def _make_empty(tensor: Tensor, *, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _assume_loss(outputs: Any, *, told: list[str]) -> Tensor:
+def _assume_loss(outputs: Any, *, assumed: list[str]) -> Tensor:
     named = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     floats = [t for t in nested.find_tensors(outputs) if t.is_floating_point()]
     first = named if named is not None else floats[0]
     shape = "x".join(map(str, first.shape))
     if first.dim() == 0:
-        told.append("the loss that the model returns")
+        assumed.append("the loss that the model returns")
         return first
     if first.dim() == 2 and first.shape[1] > 1:
-        told.append(f"the loss is the cross-entropy of its outputs, {shape}")
+        assumed.append(f"the loss is the cross-entropy of its outputs, {shape}")
         target = torch.empty(len(first), dtype=torch.long, device=first.device)
         return nn.functional.cross_entropy(first, target)
-    told.append(f"the loss is the squared error of its outputs, {shape}")
+    assumed.append(f"the loss is the squared error of its outputs, {shape}")
     return nn.functional.mse_loss(first, torch.empty_like(first))

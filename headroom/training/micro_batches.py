@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -24,7 +24,7 @@ from headroom.settings.model_args import ModelError
 from headroom.training.state_changes import KeptState, StateChanges, StateKeeper, read_version
 from headroom.watch.allocators import drop_cache
 from headroom.watch.memory_by_owner import MemoryByOwner
-from headroom.watch.out_of_memory import clear_frames, is_oom
+from headroom.watch.out_of_memory import MemoryFailure, clear_frames, is_oom
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,20 +33,6 @@ B = TypeVar("B")  # a batch: tensors, or structures of them
 GROW_AFTER = 100  # batches without a failure before the larger micro-batch is tried again
 # What PyTorch says where a batch norm, which needs two values of a channel, is given one row.
 TOO_FEW_FOR_NORM = "Expected more than 1 value per channel"
-
-
-@dataclass(frozen=True)
-class MemoryFailure:
-    """The last attempt that ran out of memory, in plain values."""
-
-    text: str  # the device's own words
-    phase: str  # training, optimizer, eval, sending or set-up
-    step: int = 0  # of the training; 0 before its first
-    batch_shape: tuple[int, ...] = ()
-    tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
-    fitted: int | None = None  # of the largest that did
-    allocator: dict[str, int] = field(default_factory=dict)  # see allocators.py
-    unrepeated: str = ""  # why it was not tried again: what would have been wrong then
 
 
 class MemoryExhausted(RuntimeError):

@@ -28,8 +28,8 @@ from headroom.models.parameter_patterns import find_parameters
 from headroom.settings.arguments import BetasArgs, FallingArgs, MomentumArgs, PlateauArgs, StepArgs
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import FUSED, BestMetric, GroupConfig, OptimConfig
-from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, extract_message
-from headroom.watch.out_of_memory import is_oom
+from headroom.training.micro_batches import MemoryExhausted, extract_message
+from headroom.watch.out_of_memory import MemoryFailure, is_oom
 
 Closure = Callable[[], Tensor]
 

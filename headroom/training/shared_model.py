@@ -31,13 +31,12 @@ from headroom.settings.run_config import TrainConfig
 from headroom.training.build import make_model
 from headroom.training.micro_batches import (
     MemoryExhausted,
-    MemoryFailure,
     MicroBatches,
     extract_message,
 )
 from headroom.training.plan import Plan
 from headroom.watch import leaks
-from headroom.watch.out_of_memory import is_oom
+from headroom.watch.out_of_memory import MemoryFailure, is_oom
 
 T = TypeVar("T")
 B = TypeVar("B")

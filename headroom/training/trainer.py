@@ -19,6 +19,7 @@ from headroom.data.run_warnings import warn_of_results, warn_of_test
 from headroom.data.source_data import DataError
 from headroom.ranks.ranks import Ranks
 from headroom.ranks.slow_rank import find_slow_rank, select_phases
+from headroom.report.memory_timeline import write_timeline
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
@@ -40,12 +41,6 @@ from headroom.training.loop import (
     fit_model,
 )
 from headroom.training.micro_batches import MemoryExhausted, MicroBatches
-from headroom.training.oom_report import (
-    OutOfMemory,
-    describe_setup_failure,
-    explain_failure,
-    write_timeline,
-)
 from headroom.training.place import Place, take_place
 from headroom.training.plan import Plan
 from headroom.training.reload_check import write_model
@@ -59,7 +54,15 @@ from headroom.training.training_parts import open_test_batches
 from headroom.training.training_state import StateMismatch
 from headroom.watch import failed_step, memory_meter, out_of_memory
 from headroom.watch.accounts import HELD
+from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.leaks import survive_broken_device
+from headroom.watch.oom_report import (
+    OomExplanation,
+    OutOfMemory,
+    explain_out_of_memory,
+    find_setting,
+)
+from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.step_metrics import Log
 from headroom.watch.throughput import make_peak_tags
 
@@ -98,9 +101,10 @@ def train(
             raise
         if isinstance(error, OutOfMemory) or not out_of_memory.is_oom(error):
             raise
-        failure = describe_setup_failure(error)
-    # Beside the steps: the model, its rows or a batch found no room.
-    raise OutOfMemory(explain_failure(failure, None, plan=plan, folder=folder))
+        # Beside the steps, where nothing is repeated and nobody counted: the model, its rows or a
+        # batch found no room.
+        failure = MemoryFailure(str(error), phase="set-up")
+    raise OutOfMemory(_explain_lack(failure, AllocationLog(plan.torch_device), plan, folder))
 
 
 @forbid_exit
@@ -153,8 +157,23 @@ def _fit_and_judge(
         raise ModelError(mistake)
     assert exhausted is not None
     # Explained apart from the error, which keeps what it came through.
-    phases = state.accounts.phases
-    raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+    ledger = state.accounts.phases.accounts.ledger
+    explanation = _explain_lack(exhausted, ledger, plan, folder)
+    title = f"Out of memory: {explanation.phase} of step {explanation.step}"
+    write_timeline(ledger, folder, title=title, lines=[explanation.sentence])
+    raise OutOfMemory(explanation)
+
+
+def _explain_lack(
+    failure: MemoryFailure, ledger: AllocationLog, plan: Plan, folder: Path
+) -> OomExplanation:
+    return explain_out_of_memory(
+        failure,
+        ledger,
+        find_remedy=partial(find_setting, config=plan.settings, precision=plan.precision),
+        device=plan.device.name,
+        folder=folder,
+    )
 
 
 def _judge_test_rows(

@@ -1,5 +1,6 @@
-"""Recognize that memory ran out, whoever says so: PyTorch, a driver, a library or the system; and
-release the tensors that an error keeps alive by the frames of its traceback.
+"""Recognize that memory ran out, whoever says so: PyTorch, a driver, a library or the system; keep
+in plain values what was known of it; and release the tensors that an error keeps alive by the
+frames of its traceback.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +28,20 @@ _OOM = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|std::bad_alloc"
 )
+
+
+@dataclass(frozen=True)
+class MemoryFailure:
+    """The last attempt that ran out of memory, in plain values."""
+
+    text: str  # the device's own words
+    phase: str  # a phase of a step; training, sending or set-up where more is not known
+    step: int = 0  # of the training; 0 before its first
+    batch_shape: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
+    fitted: int | None = None  # of the largest that did
+    allocator: Mapping[str, int] = field(default_factory=dict)  # see allocators.py
+    unrepeated: str = ""  # why it was not tried again: what would have been wrong then
 
 
 def is_oom(error: BaseException) -> bool:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from headroom.base import names, nested
 from headroom.base.facts import ReleaseFacts
+from headroom.base.import_paths import get_error_message
 from headroom.base.names import COUNTED, OTHER
 from headroom.watch.accounts import AFTER, Accounts, LoopFacts
 from headroom.watch.allocation_log import ACTIVATIONS, AllocationLog
@@ -37,6 +38,7 @@ from headroom.watch.leaks import has_compiled, measure_held_memory
 from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
+from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.phases import TIME_FIRST, EventClock, PhaseClock, Watched
 from headroom.watch.sampled_clock import WAIT, SampledHostClock
 from headroom.watch.stack_samples import BETWEEN, STEP
@@ -555,9 +557,9 @@ class OwnLoop(Guarded, raising=ASKED):
             ],
         }
 
-    def note_failure(self, error: BaseException) -> str:
+    def note_failure(self, error: BaseException) -> MemoryFailure:
         """Keep in the ledger who holds the memory now that it ran out, while the frames of the
-        error still hold what they held; return the phase in which it did."""
+        error still hold what they held; return in which phase and step it did."""
         ledger = self.accounts.phases.accounts.ledger
         phase, inputs = self._find_phase(error), self._find_inputs(error)
         if inputs is not None and self._batch is NO_BATCH:
@@ -580,7 +582,13 @@ class OwnLoop(Guarded, raising=ASKED):
                 ledger.own(owner, tensors)
             ledger.end_phase("loop")  # what is nobody's is not the failed phase's
             ledger.note_failure()
-        return phase
+        return MemoryFailure(
+            get_error_message(error),
+            phase,
+            step=self.done + 1,
+            batch_shape=self.batch_shape,
+            allocator=self.accounts.phases.meter.read_allocator(),
+        )
 
     def _find_phase(self, error: BaseException) -> str:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -72,8 +72,8 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
             "target": "amount",
             "args": {"missing": "mean", "na": ["NaN", "b"], "drop": ["amount "][:0]},
         },
-        {"split": "time", "split_column": "day", "args": {"missing": "mean"}},
-        {"split": "group", "split_column": "zip", "args": {"missing": "mean"}},
+        {"split": "time:day", "args": {"missing": "mean"}},
+        {"split": "group:zip", "args": {"missing": "mean"}},
     ],
 )
 def test_json_lines_are_prepared_as_a_csv_of_the_same_rows(

@@ -309,8 +309,8 @@ def test_each_column_of_a_regressions_target_is_scaled_by_the_training_rows_only
 
 def test_a_target_that_is_not_scaled_is_another_preparation(tmp_path):
     scaled_facts, plain = (
-        preparation.prepare_dataset(_amounts(tmp_path, scale_target=scale))
-        for scale in (True, False)
+        preparation.prepare_dataset(_amounts(tmp_path, target_transform=transform))
+        for transform in ("scale", "raw")
     )
     assert (plain.target_offset, plain.target_scale) == ((0.0,), (1.0,))
     assert plain.fingerprint != scaled_facts.fingerprint and plain.folder != scaled_facts.folder

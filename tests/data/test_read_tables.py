@@ -699,7 +699,7 @@ def test_dates_become_numbers_in_training_and_in_raw_rows(tmp_path, source):
     assert there_again["day"] == table["day"].dt.strftime("%Y-%m-%d").tolist()
     with pytest.raises(ValueError, match=r"column 'at' must hold dates, such as .* \(got 'soon'\)"):
         make_inputs(texts.assign(at="soon"), columns, missing="mean")
-    assert "data.split_column" in " ".join(_notes(facts))
+    assert "data.split time:COLUMN" in " ".join(_notes(facts))
 
 
 def test_a_stray_cell_among_dates_is_told_and_not_the_dates(tmp_path):

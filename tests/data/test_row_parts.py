@@ -62,7 +62,7 @@ def test_no_group_is_in_two_parts(tmp_path: Path, kind: str, test: float, groups
     elif groups == "categories":
         column = column.astype("category")
     table = _table(who=column)
-    asked = {"split": "group", "split_column": "who", "test_fraction": test}
+    asked = {"split": "group:who", "test_fraction": test}
     facts = _facts(tmp_path, table, kind, **asked)
     parts = _ids(facts)
     assert sum(map(len, parts)) == ROWS and facts.input_shape == (1,)
@@ -94,7 +94,7 @@ def test_the_latest_rows_are_validated_and_the_very_latest_tested(
     tmp_path: Path, told: str, test: float
 ) -> None:
     table = _table(when=TOLD[told]())
-    asked = {"split": "time", "split_column": "when", "test_fraction": test}
+    asked = {"split": "time:when", "test_fraction": test}
     parts = _ids(_facts(tmp_path, table, **asked))
     assert sum(map(len, parts)) == ROWS
     for earlier, later in zip(parts, parts[1:], strict=False):
@@ -113,8 +113,7 @@ def test_times_of_parquet_are_taken_as_they_are(tmp_path: Path, kind: pa.DataTyp
         path=str(tmp_path / "rows.parquet"),
         cache=str(tmp_path / "cache"),
         scale=False,
-        split="time",
-        split_column="when",
+        split="time:when",
     )
     train, val = _ids(prepare_dataset(config))
     assert TIMES[train].max() < TIMES[val].min() and len(val) == 48
@@ -123,7 +122,7 @@ def test_times_of_parquet_are_taken_as_they_are(tmp_path: Path, kind: pa.DataTyp
 def test_rows_of_one_time_are_in_one_part(tmp_path: Path) -> None:
     """The parts then begin at the nearest change."""
     when = np.repeat([1, 2, 3, 4], [100, 60, 70, 10])
-    asked = {"split": "time", "split_column": "when"}
+    asked = {"split": "time:when"}
     parts = _ids(_facts(tmp_path, _table(when=when), **asked, validation_fraction=0.25))
     assert [len(part) for part in parts] == [160, 80]
     parts = _ids(_facts(tmp_path, _table(when=when), **asked, test_fraction=0.2))
@@ -166,12 +165,12 @@ def test_scaling_knows_the_training_rows_only(tmp_path: Path) -> None:
     table.loc[150:, "id"] = 1e6  # of the later parts
     table.loc[200:, "target"] = 1e9
     table.to_csv(tmp_path / "rows.csv", index=False)
-    asked = {"split": "time", "split_column": "when", "test_fraction": 0.2}
+    asked = {"split": "time:when", "test_fraction": 0.2}
     config = DataConfig(
         path=str(tmp_path / "rows.csv"),
         cache=str(tmp_path / "c"),
         validation_fraction=0.3,
-        target_transform="none",
+        target_transform="scale",
         **asked,
     )
     facts = prepare_dataset(config)
@@ -185,7 +184,7 @@ def test_scaling_knows_the_training_rows_only(tmp_path: Path) -> None:
 def test_rows_that_miss_a_feature_take_their_group_with_them(tmp_path: Path) -> None:
     table = _table(who=GROUPS)
     table.loc[::7, "id"] = np.nan
-    parts = _ids(_facts(tmp_path, table, split="group", split_column="who", missing="drop"))
+    parts = _ids(_facts(tmp_path, table, split="group:who", missing="drop"))
     assert sum(map(len, parts)) == table.id.notna().sum()
     assert not set(GROUPS[parts[0]]) & set(GROUPS[parts[1]])
 
@@ -208,12 +207,12 @@ def test_a_text_is_judged_by_its_end(tmp_path: Path) -> None:
         prepare_dataset(make_data_config(**made, context=80, test_fraction=0.1))
 
 
-# The names are of since there are arguments of sources; the content is of before there were these
-# settings, but for tables, which may hold dates: these became other inputs since.
+# The names are of the settings of today; the content is of before there were these settings, but
+# for tables, which may hold dates: these became other inputs since.
 KEPT = {
-    "t.csv": ("csv-aeb2dc01f88125dc", "53e39f64ac2ba683"),
+    "t.csv": ("csv-ba40cab5a3902585", "53e39f64ac2ba683"),
     "t.npz": ("npz-7abc9d1b11dc245a", "68cd31b8931c5e44"),
-    "t.txt": ("text-4246c31922b6a0b6", "0a1ce6e46fb8f934"),
+    "t.txt": ("text-caba1cc45b4b210a", "0a1ce6e46fb8f934"),
 }
 
 
@@ -242,10 +241,10 @@ def test_the_defaults_prepare_what_they_prepared_before(tmp_path: Path, name: st
     ("asked", "said"),
     [
         ({"validation_fraction": 0.5, "test_fraction": 0.5}, "leave no row to train on"),
-        ({"split": "group"}, "split_column: is needed by data.split group"),
-        ({"split_column": "who"}, "split_column: is for data.split time and group"),
-        ({"path": "a.npz", "split": "group"}, "split: group needs a column of csv, tsv, parquet"),
-        ({"path": "a.npz", "split": "time", "split_column": "t"}, "has no meaning for source npz"),
+        ({"split": "group"}, "must be random, time, time:COLUMN or group:COLUMN .got 'group'"),
+        ({"split": "random:who"}, "must be random, time, time:COLUMN or group:COLUMN"),
+        ({"path": "a.npz", "split": "group:t"}, "split: group needs a column of csv, tsv, parquet"),
+        ({"path": "a.npz", "split": "time:t"}, "split: time needs a column of csv, tsv, parquet"),
         ({"path": None, "split": "time"}, "split: time needs rows that have an order"),
     ],
 )
@@ -257,34 +256,38 @@ def test_settings_that_contradict_each_other_are_refused(asked: dict[str, Any], 
 @pytest.mark.parametrize(
     ("asked", "column", "said"),
     [
-        ({"split_column": "whom"}, GROUPS, "rows.csv has no 'whom'; did you mean 'who'"),
-        ({"split_column": "target", "target": "target"}, GROUPS, "is 'target', the target"),
-        ({"split": "group"}, ["one"] * ROWS, "has 1 different value, and each of 2 parts needs"),
+        ({"split": "group:whom"}, GROUPS, "rows.csv has no 'whom'; did you mean 'who'"),
+        ({"split": "group:target", "target": "target"}, GROUPS, "is 'target', the target"),
         (
-            {"split": "group", "test_fraction": 0.1},
+            {"split": "group:who"},
+            ["one"] * ROWS,
+            "has 1 different value, and each of 2 parts needs",
+        ),
+        (
+            {"split": "group:who", "test_fraction": 0.1},
             ["one", "two"] * (ROWS // 2),
             "column 'who' has 2 different values, and each of 3 parts needs one",
         ),
-        ({"split": "time"}, [7] * ROWS, "has 1 different value"),
+        ({"split": "time:who"}, [7] * ROWS, "has 1 different value"),
         (
-            {"split": "time"},
+            {"split": "time:who"},
             ["2024-01-01"] * 5 + ["soon"] + ["2024-01-02"] * (ROWS - 6),
             "column 'who': holds dates such as '2024-01-01', and 'soon'; write all alike",
         ),
-        ({"split": "time"}, ["1", "2024-01-02"] * (ROWS // 2), "write all alike"),
+        ({"split": "time:who"}, ["1", "2024-01-02"] * (ROWS // 2), "write all alike"),
         (
-            {"split": "group"},
+            {"split": "group:who"},
             ["a", "b", ""] * (ROWS // 3),
             "row 3 below the header, column 'who': is missing .as in 80 rows.; fill it in",
         ),
-        ({"split": "time"}, [1, 2, "NA"] * (ROWS // 3), "is missing .as in 80 rows."),
+        ({"split": "time:who"}, [1, 2, "NA"] * (ROWS // 3), "is missing .as in 80 rows."),
     ],
 )
 def test_a_column_that_splits_nothing_is_refused(
     tmp_path: Path, asked: dict[str, Any], column: Any, said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        _facts(tmp_path, _table(who=column), **{"split": "group", "split_column": "who", **asked})
+        _facts(tmp_path, _table(who=column), **{"split": "group:who", **asked})
 
 
 OWN = """

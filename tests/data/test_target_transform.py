@@ -62,17 +62,17 @@ def test_it_is_not_where_a_target_is_not_skewed_or_below_0_or_not_alone(
 
 
 def test_prepared_amounts_are_their_logarithm_and_come_back(tmp_path: Path) -> None:
-    auto, log, none = (
-        _prepared(tmp_path, ZEROS, target_transform=choice) for choice in ("auto", "log", "none")
+    auto, log, scaled = (
+        _prepared(tmp_path, ZEROS, target_transform=choice) for choice in ("auto", "log", "scale")
     )
-    assert auto.target_log == log.target_log and not none.target_log
-    assert len({facts.folder for facts in (auto, log, none)}) == 3
-    assert auto.fingerprint != none.fingerprint
-    kept, plain = load_arrays(auto), load_arrays(none)
+    assert auto.target_log == log.target_log and not scaled.target_log
+    assert len({facts.folder for facts in (auto, log, scaled)}) == 3
+    assert auto.fingerprint != scaled.fingerprint
+    kept, plain = load_arrays(auto), load_arrays(scaled)
     assert abs(float(kept.train_y.mean())) < 1e-5 and abs(float(kept.train_y.std()) - 1) < 1e-5
     for found, so in ((kept.train_y, plain.train_y), (kept.val_y, plain.val_y)):
         units = {"offset": auto.target_offset, "scale": auto.target_scale, "log": auto.target_log}
-        so = so * np.array(none.target_scale) + np.array(none.target_offset)
+        so = so * np.array(scaled.target_scale) + np.array(scaled.target_offset)
         back = restore_units(np.asarray(found, dtype=np.float64), **units)
         np.testing.assert_allclose(back, so, rtol=1e-5, atol=1e-5)
     assert np.isfinite(restore_units(np.array([[1e6]]), offset=0.0, scale=1.0, log=(1.0,))).all()
@@ -104,7 +104,7 @@ def test_metrics_and_predictions_are_in_the_targets_units_and_better_than_withou
 ) -> None:
     """Against scikit-learn's figures of what the logged model predicts on the validation rows."""
     found = {}
-    for choice in ("none", "auto"):
+    for choice in ("scale", "auto"):
         (folder := tmp_path / choice).mkdir()
         metrics = {"metrics": {"mine": f"{__name__}:absolute"}}
         config = _config(folder, HEAVY, train=metrics, target_transform=choice)
@@ -119,7 +119,7 @@ def test_metrics_and_predictions_are_in_the_targets_units_and_better_than_withou
         assert found[choice].metrics["val/mine"] == pytest.approx(
             found[choice].metrics["val/mae"], rel=1e-3
         )
-    assert found["auto"].metrics["val/mae"] < 0.7 * found["none"].metrics["val/mae"]
+    assert found["auto"].metrics["val/mae"] < 0.7 * found["scale"].metrics["val/mae"]
     assert found["auto"].warnings == ()
 
 

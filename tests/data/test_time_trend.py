@@ -47,8 +47,7 @@ def _config(folder: Path, table: pd.DataFrame, **more: dict) -> RunConfig:
         "path": str(folder / "sales.csv"),
         "cache": str(folder / "cache"),
         "target": "amount",
-        "split": "time",
-        "split_column": "day",
+        "split": "time:day",
         "test_fraction": 0.1,
         **more.pop("data", {}),
     }
@@ -119,7 +118,7 @@ def test_what_else_splits_rows_by_time(tmp_path: Path, kind: str) -> None:
     if kind == "dropped":
         more = {"args": {"drop": ["day"]}}
     if kind == "group":
-        more = {"split": "group"}
+        more = {"split": "group:day"}
     if kind == "classes":
         table["amount"] = np.where(np.arange(300) % 3, "few", "many")
     config = _config(tmp_path, table, data=more, train={"epochs": 1})

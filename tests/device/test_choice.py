@@ -190,16 +190,16 @@ def test_named_device_that_cannot_be_had_says_what_can(name, seen, said):
 
 
 @pytest.mark.parametrize(
-    "name", ["", "gpu", "cpu:3", "mps:0", "cuda:", "cuda:-1", "cuda:abc", "cuda:\u00b2", "meta"]
+    "name", ["", "gpu:0", "cpu:3", "mps:0", "cuda:", "cuda:-1", "cuda:abc", "cuda:\u00b2", "meta"]
 )
 def test_name_of_no_known_form_is_refused(name):
-    assert re.match(r"device.name: must be auto, cuda, .* \(got ", find_name_problem(name))
+    assert re.match(r"device.name: must be auto, gpu, cuda, .* \(got ", find_name_problem(name))
 
 
-def test_require_gpu_refuses_the_cpu_with_the_reason():
+def test_whichever_gpu_is_never_the_cpu_and_says_why():
     broken = tried([gpu(0, 70)], broken={"cuda:0": "ECC error"})
-    said = "device.require: must be a GPU, .*ECC error. Try again"
-    assert re.match(said, choose_device(broken, "auto", require="gpu").text)
-    said = "device.require: gpu refuses device.name cpu"
-    assert re.match(said, choose_device(broken, "cpu", require="gpu").text)
-    assert choose_device(tried([gpu(0, 70)]), "auto", require="gpu").name == "cuda:0"
+    said = "device.name: gpu is here but does not compute: .*ECC error. Try again"
+    assert re.match(said, choose_device(broken, "gpu").text)
+    assert choose_device(broken, "auto").name == "cpu"
+    two = [gpu(0, 70), gpu(1, 80)]
+    assert choose_device(tried(two), "gpu") == choose_device(tried(two), "auto")

@@ -59,10 +59,10 @@ def test_cuda_on_a_cpu_build_says_that_the_build_is_the_problem():
 
 @needs_cpu_only
 def test_detect_raises_what_the_choice_refuses():
-    with pytest.raises(DeviceError, match="^device.name: must be auto, cuda, "):
+    with pytest.raises(DeviceError, match="^device.name: must be auto, gpu, "):
         detect_best_device("cpu:3")
-    with pytest.raises(DeviceError, match="^device.require: must be a GPU, .*only the cpu: "):
-        detect_best_device(require="gpu")
+    with pytest.raises(DeviceError, match="^device.name: gpu is not here; .*only the cpu: "):
+        detect_best_device("gpu")
 
 
 @needs_cpu_only

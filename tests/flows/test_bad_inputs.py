@@ -385,7 +385,7 @@ def _words(row: Row) -> list[str]:
 def _check(words: list[str]) -> None:
     """All that stands before a run, in the order of the command and its flow."""
     config = resolve_and_check(parse_training(words).config, None)
-    device = detect_best_device(config.device.name, require=config.device.require)
+    device = detect_best_device(config.device.name)
     check_fit(make_plan(config, device, prepare_dataset(config.data)))
 
 

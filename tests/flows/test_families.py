@@ -17,8 +17,9 @@ from headroom.device.detection import detect_best_device
 from headroom.models import predictor
 from headroom.settings.run_config import RunConfig
 from headroom.tracking.tracking_settings import read_tracking_settings
-from headroom.training.forecast import UnforeseeableMemory, forecast_training
+from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 from tests.flows import families
 
 pytestmark = [

@@ -126,6 +126,6 @@ def test_an_account_foretells_its_own_step(place: Path) -> None:
             run.forecast("t5")
     assert all(map(torch.equal, before, net.parameters())), "the model itself is left alone"
     weights = sum(p.nbytes for p in net.parameters())
-    assert told.told.owners["parameters"] == pytest.approx(weights, rel=0.01)
-    assert told.told.owners["optimizer_state"] == pytest.approx(weights, rel=0.01)
-    assert told.told.micro_batch == 64 and told.largest["t4"] > 64
+    assert told.memory.owners["parameters"] == pytest.approx(weights, rel=0.01)
+    assert told.memory.owners["optimizer_state"] == pytest.approx(weights, rel=0.01)
+    assert told.memory.micro_batch == 64 and (told.gpus["t4"].batch or 0) > 64

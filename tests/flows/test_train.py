@@ -29,8 +29,8 @@ from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training import place, shared_model, trainer
 from headroom.training.admission import Admission
-from headroom.training.oom_report import OutOfMemory
 from headroom.watch.leaks import LeakError
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
@@ -331,7 +331,7 @@ def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.M
         ({"train": {"precision": "tf32"}}, ValueError, "train.precision: "),
         ({"memory": {"limit_mib": 2.0**30}}, ValueError, "memory.limit_mib: "),
         ({"device": {"name": "cuda:3"}}, ValueError, "device.name: cuda:3"),
-        ({"device": {"require": "gpu"}}, ValueError, "device.require: "),
+        ({"device": {"name": "gpu"}}, ValueError, "device.name: gpu is not here"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_run_exists(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from headroom.training.oom_report import explain_own_failure
+from headroom.watch.oom_report import explain_out_of_memory, find_part
 from headroom.watch.own_loop import OwnLoop
 
 if not torch.cuda.is_available():
@@ -152,7 +152,13 @@ def test_a_backward_that_finds_no_memory_is_told_with_its_owners(tmp_path: Path)
     try:
         with pytest.raises(torch.OutOfMemoryError) as ran_out:
             out.square().mean().backward()
-        why = explain_own_failure(ran_out.value, loop, device="cuda:0", folder=tmp_path)
+        why = explain_out_of_memory(
+            loop.note_failure(ran_out.value),
+            loop.accounts.phases.accounts.ledger,
+            find_remedy=find_part,
+            device="cuda:0",
+            folder=tmp_path,
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
     assert (why.phase, why.step, why.batch_shape) == ("backward", 1, (4096, 512))

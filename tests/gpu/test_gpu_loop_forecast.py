@@ -134,6 +134,7 @@ def test_an_account_foretells_what_its_loop_will_take(place: Path) -> None:
         _train(case, run)
         told = run.forecast("t4", "l4")
     peak = _measure(case)
-    assert told.told.peak_bytes == pytest.approx(peak, rel=0.02)
-    assert {"t4", "l4"} == set(told.largest) and told.largest["l4"] > told.largest["t4"] > 4096
+    assert told.memory.peak_bytes == pytest.approx(peak, rel=0.02)
+    t4, l4 = (told.gpus[name].batch or 0 for name in ("t4", "l4"))
+    assert {"t4", "l4"} == set(told.gpus) and l4 > t4 > 4096
     assert "predicted peak, in " in str(told) and "NO" not in str(told)

@@ -2,6 +2,7 @@
 too large is done again in smaller micro-batches."""
 
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,11 +14,11 @@ from headroom.settings.read_settings import override_config
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
 from headroom.training.micro_batches import MemoryExhausted, MicroBatches
-from headroom.training.oom_report import explain_oom, find_setting, parse_oom_message
 from headroom.training.plan import make_plan
 from headroom.watch.allocation_log import MIB, AllocationLog
 from headroom.watch.allocators import make_allocator
 from headroom.watch.memory_by_owner import MemoryByOwner
+from headroom.watch.oom_report import find_setting, make_explanation, parse_oom_message
 from headroom.watch.out_of_memory import clear_frames, is_oom
 from headroom.watch.simulated_allocator import read_rules
 from headroom.watch.snapshot import SNAPSHOT_FILE, make_history, record_history
@@ -170,20 +171,11 @@ def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
 
     with pytest.raises(MemoryExhausted) as ended:
         micro.fit(attempt, ())
-    failure = ended.value.failure
-    why = explain_oom(
-        failure.text,
+    why = make_explanation(
+        replace(ended.value.failure, allocator=make_allocator(GPU).read()),
         accounts.ledger,
-        find_remedy=partial(
-            find_setting, config=RunConfig(), precision="bf16", tried=failure.tried
-        ),
+        find_remedy=partial(find_setting, config=RunConfig(), precision="bf16"),
         device="cuda:0",
-        phase=failure.phase,
-        step=failure.step,
-        batch_shape=failure.batch_shape,
-        allocator=make_allocator(GPU).read(),
-        tried=failure.tried,
-        fitted=failure.fitted,
     )
     assert (why.tried, why.fitted, why.phase) == ((2, 1), None, "forward")
     assert why.told.asked_bytes == 2 * limit_mib * MIB

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headroom.training.oom_report import OutOfMemory
+from headroom.watch.oom_report import OutOfMemory
 from tests.training.test_own_state import LOST, RESTORED, read_weights, train_keeping
 
 if not torch.cuda.is_available():

@@ -20,10 +20,10 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
 from headroom.training import optim, place, shared_model, trainer
 from headroom.training.admission import Admission
-from headroom.training.oom_report import OutOfMemory
 from headroom.training.plan import Plan, make_plan
 from headroom.watch import leaks
 from headroom.watch.memory_meter import MIB, MemoryMeter
+from headroom.watch.oom_report import OutOfMemory
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

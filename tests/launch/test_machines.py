@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from headroom.launch import machines
+from headroom.settings import run_config
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import LaunchConfig
 from tests.conftest import free_port
@@ -18,8 +19,16 @@ ONE, TWO = "127.0.0.1", "127.0.0.2"
 needs_loopback = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not set up")
 
 
-def _launch(nodes: str = f"{ONE},{TWO}", **more: float) -> LaunchConfig:
-    return LaunchConfig.model_validate({"nodes": nodes, "port": free_port(), "wait_s": 1, **more})
+@pytest.fixture(autouse=True)
+def _no_least_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_config, "LEAST_WAIT_S", 0.0)
+
+
+def _launch(
+    nodes: str = f"{ONE},{TWO}", *, wait_s: float = 1, port: int | None = None
+) -> LaunchConfig:
+    launch = LaunchConfig.model_validate({"nodes": nodes, "port": port or free_port()})
+    return launch.model_copy(update={"timeout_s": wait_s})
 
 
 def _meet(launch: LaunchConfig, stay: threading.Event) -> tuple[str, str]:

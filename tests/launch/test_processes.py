@@ -101,7 +101,6 @@ def _train(
     epochs: int = 3,
     parallel: str = "auto",
     timeout_s: float = 600,
-    wait_s: float = 600,
     **more: Any,
 ) -> tuple[TrainFacts, list]:
     config = RunConfig.model_validate(
@@ -110,7 +109,7 @@ def _train(
             "model": {"name": "agents_own:Linear", "args": {"fault": fault}},
             "train": {"epochs": epochs, "parallel": parallel},
             "checkpoint": {"every_steps": 10, "every_s": None},
-            "launch": {"timeout_s": timeout_s, "wait_s": wait_s},
+            "launch": {"timeout_s": timeout_s},
         }
     )
     logged: list[tuple[str, int]] = []

@@ -76,8 +76,8 @@ def test_another_form_of_a_run_is_refused(rows: Path, run: str) -> None:
         ({"output": "x\0.csv"}, "output: must not hold a NUL character"),
         ({"output": "out.xlsx"}, "out.xlsx' does not tell what it is; name a file that ends in"),
         ({"output": "nowhere/out.csv"}, "nowhere'; make it, or name a file elsewhere"),
-        ({"device": "tpu"}, "device: must be auto, cuda, cuda:INDEX"),
-        ({"device": "cpu:3"}, "device: must be auto, cuda, cuda:INDEX"),
+        ({"device": "tpu"}, "device: must be auto, gpu, cuda, cuda:INDEX"),
+        ({"device": "cpu:3"}, "device: must be auto, gpu, cuda, cuda:INDEX"),
         ({"limit_mib": 0.0}, "limit_mib: must be a number above 0 (got 0.0)"),
         ({"limit_mib": float("nan")}, "limit_mib: must be a number above 0 (got nan)"),
         ({"keep": ["a", "a"]}, "keep: 'a' is named twice"),
@@ -94,7 +94,7 @@ def test_a_wrong_word_is_told(
 
 
 def test_all_problems_are_told_at_once(rows: Path) -> None:
-    problems = _problems(rows, run="x", input="no.csv", output="/no/where.csv", device="gpu")
+    problems = _problems(rows, run="x", input="no.csv", output="/no/where.csv", device="tpu")
     assert [problem.partition(":")[0] for problem in problems] == [
         "run",
         "device",

@@ -19,7 +19,7 @@ from headroom.settings.read_settings import ConfigError
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training.checkpoints import NoRoom
-from headroom.training.oom_report import OomExplanation, OomMessage, OutOfMemory
+from headroom.watch.oom_report import OomExplanation, OomMessage, OutOfMemory
 from headroom.watch.step_metrics import Diverged
 
 MIB = 1024**2

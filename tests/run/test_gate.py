@@ -21,7 +21,7 @@ from headroom.run.gate import (
     judge_run,
 )
 from headroom.settings.read_settings import override_config
-from headroom.settings.run_config import GateConfig, RunConfig
+from headroom.settings.run_config import RunConfig
 
 # Samples a second and the fast step, in ms, of runs of one training on a machine that others use.
 NOISE = [
@@ -95,12 +95,12 @@ def _run(noise: tuple[float, float], *, slower: float = 1.0, **more: float) -> d
     return {**found, **phases, **more}
 
 
-def _verdicts(runs: list[dict[str, float]], last: int = 20) -> list[Verdict]:
+def _verdicts(runs: list[dict[str, float]]) -> list[Verdict]:
     """Of each run, after those before it."""
     before: list[dict[str, Any]] = []
     found = []
     for run in runs:
-        found.append(judge_run(run, before, GateConfig(last=last)))
+        found.append(judge_run(run, before))
         before.insert(0, {"gate": found[-1].gate, "metrics": run})
     return found
 
@@ -184,30 +184,30 @@ def test_a_metric_that_is_better_lower_and_one_that_too_few_have() -> None:
 def test_history_begins_where_a_person_says_new() -> None:
     run, slow = _run(QUIET[0]), _run(QUIET[0], slower=4.0)
     before = [{"gate": "slower", "metrics": slow}] * 2 + [{"gate": "ok", "metrics": run}] * 9
-    assert judge_run(slow, before, GateConfig()).gate == "slower"
+    assert judge_run(slow, before).gate == "slower"
     before[0] = {"gate": "new", "metrics": slow}
     for number in range(1, NEEDED_RUNS):
-        found = judge_run(slow, before, GateConfig())
+        found = judge_run(slow, before)
         assert found.gate == "new" and found.why.startswith(f"{number} of the {NEEDED_RUNS} runs")
         before.insert(0, {"gate": "new", "metrics": slow})
-    assert judge_run(slow, before, GateConfig()).gate == "ok"
-    assert judge_run(_run(QUIET[0], slower=16.0), before, GateConfig()).gate == "slower"
+    assert judge_run(slow, before).gate == "ok"
+    assert judge_run(_run(QUIET[0], slower=16.0), before).gate == "slower"
 
 
 def test_runs_that_did_not_pass_are_no_measure_and_no_new_beginning() -> None:
     slow = _run(QUIET[0], slower=4.0)
-    found = judge_run(slow, [{"gate": "slower", "metrics": slow}] * 100, GateConfig())
+    found = judge_run(slow, [{"gate": "slower", "metrics": slow}] * 100)
     assert found.gate == "slower" and found.why.startswith("none of the last 100 runs was ok")
 
 
 def test_without_mlflow_nothing_is_said() -> None:
-    found = judge_run(_run(QUIET[0]), None, GateConfig())
+    found = judge_run(_run(QUIET[0]), None)
     assert found.tags == {"gate.why": "not compared: MLflow could not be asked"}
 
 
 def test_so_many_good_runs_are_looked_at() -> None:
-    runs = [_run(QUIET[0], slower=2.0)] * 9 + [_run(QUIET[0])] * 8
-    assert len(_verdicts(runs, last=6)[-1].trend[0]["values"]) == 7
+    runs = [_run(QUIET[0], slower=2.0)] * 9 + [_run(QUIET[0])] * 22
+    assert len(_verdicts(runs)[-1].trend[0]["values"]) == 21
 
 
 @pytest.mark.parametrize("begins_at", [0, 30])
@@ -240,23 +240,21 @@ def test_the_level_is_that_with_which_history_began_however_long_ago() -> None:
     first = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(NEEDED_RUNS)]
     slow = [{"gate": "ok", "metrics": _run(QUIET[i % 40], slower=1.1)} for i in range(40)]
     now = _run(QUIET[3], slower=1.1)
-    assert judge_run(now, slow, GateConfig()).gate == "ok"
-    found = judge_run(now, [*slow, *first], GateConfig())
+    assert judge_run(now, slow).gate == "ok"
+    found = judge_run(now, [*slow, *first])
     assert found.gate == "slower" and "the level that it once had (" in found.why
     for run in slow[:NEEDED_RUNS]:
         run["gate"] = "new"  # a person has accepted them
-    assert judge_run(now, [*slow, *first], GateConfig()).gate == "ok"
+    assert judge_run(now, [*slow, *first]).gate == "ok"
 
 
 def test_what_did_not_pass_names_the_way_to_accept_it() -> None:
     run = {"metrics": _run(QUIET[3], slower=9.0), "tags": {"a": "b"}, "run_id": "0af3"}
     before = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(9)]
-    tags = compare_with_history(run, before, RunConfig().gate)["tags"]
+    tags = compare_with_history(run, before)["tags"]
     assert tags["gate"] == "slower" and tags["a"] == "b"
     assert tags["gate.why"].endswith("from now on: python -m flows.runs --accept 0af3")
-    tags = compare_with_history({**run, "metrics": _run(QUIET[3])}, before, RunConfig().gate)[
-        "tags"
-    ]
+    tags = compare_with_history({**run, "metrics": _run(QUIET[3])}, before)["tags"]
     assert tags["gate"] == "ok" and "--accept" not in tags["gate.why"]
 
 
@@ -265,11 +263,9 @@ def test_a_speed_that_is_not_judged_for_nights_is_a_warning() -> None:
     busy = _run(QUIET[3], **{CORE_WAIT: BUSIEST + 1})
     run = {"metrics": busy, "tags": {"warnings": "one"}, "warnings": ("one",), "run_id": "0af3"}
     for nights in range(2):
-        assert compare_with_history(run, before, RunConfig().gate)["tags"]["warnings"] == "one", (
-            nights
-        )
+        assert compare_with_history(run, before)["tags"]["warnings"] == "one", nights
         before.insert(0, {"gate": "ok", "metrics": busy})
-    found = compare_with_history(run, before, RunConfig().gate)
+    found = compare_with_history(run, before)
     tags = found["tags"]
     assert tags["gate"] == "ok" and tags["gate.why"].endswith("as in the 2 runs before")
     assert found["warnings"] == tags["warnings"].split("\n")
@@ -279,9 +275,9 @@ def test_a_speed_that_is_not_judged_for_nights_is_a_warning() -> None:
 
 def test_a_loss_that_is_a_tenth_worse_is_told_at_the_same_accuracy() -> None:
     before = [{"gate": "new", "metrics": _run(QUIET[i], **{LOSS: 0.1})} for i in range(9)]
-    found = judge_run(_run(QUIET[9], **{LOSS: 0.11}), before, GateConfig())
+    found = judge_run(_run(QUIET[9], **{LOSS: 0.11}), before)
     assert found.gate == "worse" and found.why.startswith("val/loss 0.11, 10.0 % above the median")
-    assert judge_run(_run(QUIET[9], **{LOSS: 0.105}), before, GateConfig()).gate == "ok"
+    assert judge_run(_run(QUIET[9], **{LOSS: 0.105}), before).gate == "ok"
 
 
 def test_the_same_is_all_but_what_it_is_called_and_where_it_is_kept(facts: Any) -> None:

@@ -24,7 +24,7 @@ def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:
 
 
 def test_what_is_too_small_is_told_and_not_raised(place: Path) -> None:
-    whole = forecast_memory(RunConfig()).told
+    whole = forecast_memory(RunConfig()).memory
     tight = forecast_memory(RunConfig(memory=MemoryConfig(limit_mib=whole.parameter_bytes / 2**20)))
     assert not tight.fits and tight.largest is None
     with pytest.raises(DeviceError, match="^memory.limit_mib: must be above 0 and at most"):
@@ -34,9 +34,15 @@ def test_what_is_too_small_is_told_and_not_raised(place: Path) -> None:
 def test_the_table_has_every_owner_and_phase_and_what_a_run_alike_took(place: Path) -> None:
     foreseen = replace(forecast_memory(RunConfig()), past_mib=12.5, room_bytes=math.inf)
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(foreseen.table())
+    console.print(foreseen.make_table())
     text = console.export_text()
-    for name in (*foreseen.told.owners, *foreseen.told.phases, "12.50", "not told", "64 rows"):
+    for name in (
+        *foreseen.memory.owners,
+        *foreseen.memory.phases,
+        "12.5 MiB",
+        "not told",
+        "64 rows",
+    ):
         assert name in text
 
 

@@ -9,10 +9,10 @@ from flows.cli.flags import parse_training
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import ConfigError, make_config, override_config
-from headroom.training.forecast import forecast_training
-from headroom.training.loop_forecast import TAKEN_MIB, parse_gpu_sizes
+from headroom.training.gpu_fit import TAKEN_MIB, make_gpu_table, parse_gpu_sizes
 from headroom.training.plan import make_plan
-from tasks.forecast_memory import forecast_on_gpus, make_gpu_table
+from headroom.training.plan_forecast import forecast_training
+from tasks.forecast_memory import forecast_on_gpus
 
 MIB = 2**20
 SEGMENT_MIB = 2.0
@@ -31,7 +31,8 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
         return forecast_training(make_plan(larger, gpu, data)).needed_bytes / MIB
 
     asked = {f"{mib} MiB": float(TAKEN_MIB + mib) for mib in (1, 100, 120, 8000)}
-    tiny, small, middle, large = forecast_on_gpus(config, asked)
+    gpus = forecast_on_gpus(config, asked)
+    tiny, small, middle, large = gpus.values()
     assert large.fits and large.batch == large.micro_batch == 1024, "1,438 rows"
     assert not tiny.fits and tiny.micro_batch is None and tiny.batch is None
     for one in (small, middle):
@@ -42,8 +43,7 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
             assert needed_mib(one.room_mib, one.batch) <= one.room_mib + SEGMENT_MIB
             assert needed_mib(one.room_mib, 2 * one.batch) > one.room_mib - SEGMENT_MIB
     assert not small.fits and middle.fits and middle.batch is not None, "one of each"
-    rows = make_gpu_table([large, middle, small, tiny], config)
-    assert list(rows.columns[-1].cells) == ["yes", "yes", "NO", "NO"]
+    assert list(make_gpu_table(gpus, 256).columns[-1].cells) == ["NO", "NO", "yes", "yes"]
 
 
 def test_names_and_sizes_are_told_apart_and_others_are_refused() -> None:

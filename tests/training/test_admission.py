@@ -22,8 +22,9 @@ from headroom.settings.run_config import (
 )
 from headroom.training import admission
 from headroom.training.admission import admit_training
-from headroom.training.forecast import Forecast, forecast_training
+from headroom.training.forecast import Forecast
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 
 MIB = 1024**2
 NVML = Nvml(

@@ -22,13 +22,10 @@ from headroom.settings.run_config import (
 from headroom.training import build
 from headroom.training import forecast as forecasting
 from headroom.training.best_weights import BestWeights
-from headroom.training.forecast import (
-    UnforeseeableMemory,
-    find_largest_micro_batch,
-    forecast_training,
-)
+from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import find_largest_micro_batch, forecast_training
 from headroom.watch.allocation_log import MIB, AllocationLog
 from headroom.watch.phases import Watched
 

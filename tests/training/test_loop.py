@@ -19,13 +19,14 @@ from headroom.training import loop, optim
 from headroom.training.best_weights import BestWeights
 from headroom.training.evaluation import Evaluator, evaluate
 from headroom.training.loop import TrainingResult
-from headroom.training.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
+from headroom.training.micro_batches import MemoryExhausted, SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import Schedule
 from headroom.training.train_state import TrainState
 from headroom.watch.accounts import Accounts
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.memory_meter import MemoryMeter
+from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.step_metrics import Diverged
 
 CPU = torch.device("cpu")

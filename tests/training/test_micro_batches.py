@@ -14,7 +14,6 @@ from headroom.data.batch import Batch
 from headroom.training import micro_batches, optim
 from headroom.training.micro_batches import (
     MemoryExhausted,
-    MemoryFailure,
     MicroBatches,
     SingleAttempt,
     name_oom_phase,
@@ -22,6 +21,7 @@ from headroom.training.micro_batches import (
 from headroom.training.optimizer_step import Step
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.memory_by_owner import MemoryByOwner
+from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.phases import Watched
 
 CPU = torch.device("cpu")

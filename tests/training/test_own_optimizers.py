@@ -23,9 +23,9 @@ from headroom.settings.run_config import OptimConfig, RunConfig
 from headroom.training import optim, trainer
 from headroom.training.check_training import check_plan
 from headroom.training.micro_batches import MemoryExhausted
-from headroom.training.oom_report import OutOfMemory
 from headroom.training.optim import TorchOptimizer
 from headroom.training.plan import make_plan
+from headroom.watch.oom_report import OutOfMemory
 
 CODE = """
 import torch

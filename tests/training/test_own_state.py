@@ -13,8 +13,8 @@ from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
-from headroom.training.oom_report import OutOfMemory
 from headroom.training.plan import make_plan
+from headroom.watch.oom_report import OutOfMemory
 
 Own = Callable[[str, str], None]
 CODE = """

@@ -35,12 +35,13 @@ from headroom.training import build, place, trainer
 from headroom.training.admission import Admission
 from headroom.training.check_training import check_plan
 from headroom.training.evaluation import Evaluator, evaluate
-from headroom.training.forecast import UnforeseeableMemory, forecast_training
+from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.losses import make_loss
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optim import make_fused_optimizer, make_schedule, make_torch_optimizer
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
+from headroom.training.plan_forecast import forecast_training
 from headroom.watch.phases import Watched
 from headroom.watch.step_metrics import Diverged
 
@@ -129,7 +130,7 @@ def _trained(
         }
     )
     data = prepare_dataset(config.data, batch_size=config.train.batch_size)
-    device = detect_best_device("cpu", require="any")
+    device = detect_best_device("cpu")
     return trainer.train(
         make_plan(config, device, data), folder=tmp_path / "run", log=lambda m, s: None
     )
@@ -162,7 +163,7 @@ def test_memory_that_runs_out_halves_a_dict_too(
     config = RunConfig.model_validate({**asked, "train": {"batch_size": 16}})
     data, device = (
         prepare_dataset(config.data, batch_size=16),
-        detect_best_device("cpu", require="any"),
+        detect_best_device("cpu"),
     )
     most, least = (
         forecast_training(make_plan(config, device, data), micro_batch=rows).needed_bytes
@@ -457,9 +458,7 @@ def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(
         UnforeseeableMemory, match="^model.name: what mine:Peeking will take cannot be"
     ):
         forecast_training(
-            make_plan(
-                config, detect_best_device("cpu", require="any"), prepare_dataset(config.data)
-            )
+            make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data))
         )
 
 
@@ -470,7 +469,7 @@ def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
     )
     data = prepare_dataset(config.data, batch_size=32)
     assert (data.batch_rows, data.train_rows) == (7, 48)
-    train = make_plan(config, detect_best_device("cpu", require="any"), data).settings.train
+    train = make_plan(config, detect_best_device("cpu"), data).settings.train
     assert (train.batch_size, train.accumulate) == (7, 7)
 
 

@@ -181,7 +181,7 @@ def _train(
         }
     )
     facts = prepare_dataset(config.data, batch_size=16)
-    device = detect_best_device("cpu", require="any")
+    device = detect_best_device("cpu")
     return trainer.train(make_plan(config, device, facts), folder=folder, log=lambda m, s: None)
 
 

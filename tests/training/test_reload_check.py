@@ -49,7 +49,7 @@ def _trained(
     config = RunConfig.model_validate(asked | sections)
     data = prepare_dataset(config.data, batch_size=16)
     return trainer.train(
-        make_plan(config, detect_best_device(device, require="any"), data),
+        make_plan(config, detect_best_device(device), data),
         folder=tmp_path / "run",
         log=lambda m, s: None,
     )

@@ -107,14 +107,14 @@ def test_a_regression(tmp_path: Path, targets: int) -> None:
     assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("scale_target", [True, False])
+@pytest.mark.parametrize("transform", ["auto", "raw"])
 def test_a_target_of_0_leaves_no_percentage_error_however_it_was_scaled(
-    tmp_path: Path, scale_target: bool
+    tmp_path: Path, transform: str
 ) -> None:
     """Scaled in single precision and back it is 1e-6, of which an error is a million times more."""
     x, _ = _some(300, 3)
     y = np.where(np.arange(300) % 10, 1000 + 50 * x[:, 0], 0.0)
-    facts, _ = _trained(tmp_path, {"x": x, "y": y}, data={"scale_target": scale_target})
+    facts, _ = _trained(tmp_path, {"x": x, "y": y}, data={"target_transform": transform})
     assert "val/mae" in facts.metrics and "val/mape" not in facts.metrics
 
 

@@ -16,9 +16,9 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
 from headroom.training.micro_batches import MemoryExhausted
-from headroom.training.oom_report import OutOfMemory
 from headroom.training.optim import TorchOptimizer
 from headroom.training.plan import make_plan
+from headroom.watch.oom_report import OutOfMemory
 
 Own = Callable[[str, str], None]
 CODE = """

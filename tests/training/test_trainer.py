@@ -22,10 +22,10 @@ from headroom.training import place, trainer
 from headroom.training.admission import Admission
 from headroom.training.checkpoints import Checkpoints
 from headroom.training.choose_step import set_cpu_threads
-from headroom.training.oom_report import OutOfMemory
 from headroom.training.plan import Schedule, make_plan
 from headroom.training.train_state import TrainState
 from headroom.watch import leaks, memory_meter
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
 
 CPU = torch.device("cpu")

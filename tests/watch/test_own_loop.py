@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from headroom.training.oom_report import explain_own_failure
+from headroom.watch.oom_report import explain_out_of_memory, find_part
 from headroom.watch.out_of_memory import is_oom
 from headroom.watch.own_loop import OwnLoop, find_device
 from tests.conftest import PYTHON
@@ -587,7 +587,13 @@ def test_memory_that_ran_out_is_told_with_owners_and_phase(tmp_path: Any, is_cou
     with pytest.raises(torch.OutOfMemoryError) as ran_out:
         net(x)
     assert is_oom(ran_out.value)
-    why = explain_own_failure(ran_out.value, loop, device="cpu", folder=tmp_path)
+    why = explain_out_of_memory(
+        loop.note_failure(ran_out.value),
+        loop.accounts.phases.accounts.ledger,
+        find_remedy=find_part,
+        device="cpu",
+        folder=tmp_path,
+    )
     loop.close()
     assert (why.phase, why.step, why.batch_shape) == ("forward", 1 + is_counted, (2048, 16))
     assert max(why.owners, key=lambda owner: why.owners[owner]) == "activations"

@@ -106,7 +106,10 @@ def test_arguments_of_the_model_are_yaml_json_or_one_by_one() -> None:
         (["--batch-size", "8"], "batch-size: unknown setting; did you mean train.batch_size?"),
         (["--gpu", "1"], "gpu: unknown setting; did you mean device.name?"),
         (["--verbose"], "verbose: unknown setting; the sections are device, data, model, "),
-        (["--device.name", "cpu:3"], "device.name: must be auto, cuda, cuda:INDEX, rocm, rocm"),
+        (
+            ["--device.name", "cpu:3"],
+            "device.name: must be auto, gpu, cuda, cuda:INDEX, rocm, rocm",
+        ),
         (["--config", "missing.yaml"], "missing.yaml: is not there (looked in "),
         (["--config="], "--config: is not there (looked in "),
     ],

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from headroom.settings.run_config import RunConfig
-from headroom.training.oom_report import (
+from headroom.watch.allocation_log import MIB, AllocationLog
+from headroom.watch.oom_report import (
     OomMessage,
-    explain_oom,
+    find_part,
     find_setting,
+    make_explanation,
     parse_oom_message,
 )
-from headroom.watch.allocation_log import MIB, AllocationLog
+from headroom.watch.out_of_memory import MemoryFailure
 
 CPU = torch.device("cpu")
 GIB = 1024 * MIB
@@ -113,20 +115,13 @@ def test_the_ledgers_own_words_are_understood():
     assert parse_oom_message(str(refused.value)) == OomMessage(4 * MIB, 2 * MIB, None)
 
 
-def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
-    given = {
-        "device": "cpu",
-        "phase": "training",
-        "step": 3,
-        "batch_shape": (4, 8),
-        "allocator": {},
-        "tried": (4, 2, 1),
-        "fitted": None,
-    }
-    config, precision = RunConfig.model_validate(settings or {}), more.pop("precision", "fp32")
-    given |= more
-    find = partial(find_setting, config=config, precision=precision, tried=given["tried"])
-    return explain_oom(text, ledger, find_remedy=find, **given)
+def explained(ledger, text="CUDA error: out of memory", settings=None, device="cpu", **more):
+    config = RunConfig.model_validate(settings or {})
+    failure = MemoryFailure(
+        text, **{"phase": "training", "step": 3, "batch_shape": (4, 8), "tried": (4, 2, 1), **more}
+    )
+    find = partial(find_setting, config=config, precision="fp32")
+    return make_explanation(failure, ledger, find_remedy=find, device=device)
 
 
 def failed(limit_bytes, hidden=32, rows=16):
@@ -263,3 +258,16 @@ def test_the_explanation_is_small_plain_json():
     assert told["owners"] == dict(why.owners)
     assert "\n" not in why.sentence
     assert len(told["holdings"]) == len(why.holdings) <= 5
+
+
+@pytest.mark.parametrize("find_remedy", [find_part, None])
+def test_what_no_python_object_holds_is_the_rest_of_what_the_allocator_counts(find_remedy):
+    """Of a training it was left out: owners came to less than the device held."""
+    ledger = AllocationLog(torch.device("meta"))
+    weight = torch.zeros(1000, device="meta")
+    ledger.own("parameters", [weight])
+    ledger.note_failure()
+    find_remedy = find_remedy or partial(find_setting, config=RunConfig(), precision="fp32")
+    failure = MemoryFailure("CUDA error: out of memory", "forward", allocator={"allocated": 4096})
+    why = make_explanation(failure, ledger, find_remedy=find_remedy, device="cuda:0")
+    assert why.owners == {"parameters": weight.nbytes, "rest": 4096 - weight.nbytes}

@@ -1,7 +1,8 @@
-"""Explains the end of a run for lack of memory, in one sentence and in files beside it: what was
+"""Explains the end of a loop for lack of memory, in one sentence and in a file beside it: what was
 asked for and what was free, which sizes of a micro-batch were tried, who held the memory, and what
-to change. Each library words its error in its own way; what is not told is left out, and files that
-cannot be written are no reason to hide the sentence.
+to change: a setting, or a part of a loop that has none. Each library words its error in its own
+way; what is not told is left out, and a file that cannot be written is no reason to hide the
+sentence.
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from headroom.base.import_paths import get_error_message, is_import_path
+from headroom.base.import_paths import is_import_path
 from headroom.base.names import PHASES
 from headroom.base.units import format_mebibytes
-from headroom.report.memory_timeline import make_timeline_page
 from headroom.settings.run_config import TOKEN_SOURCES, RunConfig
-from headroom.training.micro_batches import MemoryFailure
-from headroom.training.plan import Plan
 from headroom.watch.allocation_log import (
     ACTIVATIONS,
     MIB,
@@ -30,8 +27,9 @@ from headroom.watch.allocation_log import (
     Entry,
     sum_by_owner,
 )
-from headroom.watch.own_loop import OwnLoop
-from headroom.watch.phases import Phases
+from headroom.watch.out_of_memory import MemoryFailure
+
+log = logging.getLogger(__name__)
 
 # All count in steps of 1024, also those that write "GB", as older ones on Metal do.
 _UNITS = {"bytes": 0, "B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
@@ -165,66 +163,96 @@ class OomExplanation:
         return f", with micro-batches of {_join_sizes(self.tried)} rows ({fitted})"
 
 
-def explain_oom(
-    text: str,
+# What has to change, by the failure, the numbers of its text and the owners of what was held: the
+# setting or the thing itself, and how.
+FindRemedy = Callable[[MemoryFailure, OomMessage, Mapping[str, int]], tuple[str, str]]
+
+
+class OutOfMemory(RuntimeError):
+    """A run ended for lack of memory: what was tried, what was free and what to change."""
+
+    def __init__(self, explanation: OomExplanation) -> None:
+        super().__init__(explanation.sentence)
+        self.explanation = explanation
+
+
+def explain_out_of_memory(
+    failure: MemoryFailure,
     ledger: AllocationLog,
     *,
     find_remedy: FindRemedy,
     device: str,
-    phase: str,
-    step: int,
-    batch_shape: Sequence[int],
-    allocator: Mapping[str, int],
-    tried: Sequence[int] = (),
-    fitted: int | None = None,
+    folder: Path,
 ) -> OomExplanation:
-    """Explain why the last attempt of a run failed with `text`, by its allocation log.
+    """Return why a loop of steps found no memory, left in `folder`/memory/oom.json as well.
 
-    phase: "training" where only the log knows whether it was the forward or the backward pass.
-    The failed phase is ended in the log. allocator: what Allocator.read() returned. find_remedy:
-    what is to be changed, and how, by phase, numbers and owners.
+    ledger: knows who held what when it ran out; the failed phase is ended there.
     """
-    held = ledger.list_at_failure()
+    explanation = make_explanation(failure, ledger, find_remedy=find_remedy, device=device)
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        (folder / "memory" / "oom.json").write_text(explanation.to_json())
+    except OSError as error:
+        log.warning("memory/oom.json could not be written: %s", error)
+    return explanation
+
+
+def make_explanation(
+    failure: MemoryFailure, ledger: AllocationLog, *, find_remedy: FindRemedy, device: str
+) -> OomExplanation:
+    """Return the explanation of a failure by the allocation log, in which the failed phase ends.
+
+    A phase called "training" is told apart by the log: the forward pass or the backward pass.
+    """
+    held, allocator = ledger.list_at_failure(), failure.allocator
     if held:
-        done = [name for _, name in ledger.list_phases()]
-        if phase == "training":
-            phase = "backward" if done[-1:] == ["forward"] else "forward"
-        ledger.end_failed_phase(phase)
+        failure = replace(failure, phase=_find_phase(failure.phase, ledger))
+        ledger.end_failed_phase(failure.phase)
     owners = sum_by_owner(held)
-    message = parse_oom_message(text)
+    message = parse_oom_message(failure.text)
     if message.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
         message = replace(message, idle_bytes=allocator["reserved"] - allocator["allocated"])
     split, reserved = allocator.get("inactive_split"), allocator.get("reserved")
-    setting, remedy = find_remedy(phase, message, owners)
+    setting, remedy = find_remedy(failure, message, owners)
+    if owners and ledger.device.type != "cpu":
+        # No Python object leads to what libraries keep, nor to what autograd holds in between.
+        unseen = allocator.get("allocated", 0) - sum(owners.values())
+        if unseen > 0:
+            owners[REST] = owners.get(REST, 0) + unseen
     return OomExplanation(
         device=device,
-        phase=phase,
-        step=step,
-        batch_shape=tuple(batch_shape),
+        phase=failure.phase,
+        step=failure.step,
+        batch_shape=failure.batch_shape,
         told=message,
         owners=owners,
         holdings=_group_holdings(held),
         fragmentation_pct=100 * split / reserved if split is not None and reserved else None,
-        tried=tuple(tried),
-        fitted=fitted,
+        tried=failure.tried,
+        fitted=failure.fitted,
         setting=setting,
         remedy=remedy,
+        unrepeated=failure.unrepeated,
     )
 
 
-FindRemedy = Callable[[str, OomMessage, Mapping[str, int]], tuple[str, str]]
+def _find_phase(phase: str, ledger: AllocationLog) -> str:
+    if phase != "training":
+        return phase
+    done = [name for _, name in ledger.list_phases()]
+    return "backward" if done[-1:] == ["forward"] else "forward"
 
 
 def find_setting(
-    phase: str,
-    told: OomMessage,
+    failure: MemoryFailure,
+    message: OomMessage,
     owners: Mapping[str, int],
     *,
     config: RunConfig,
     precision: str,
-    tried: Sequence[int],
 ) -> tuple[str, str]:
-    """Return the setting to change first, and what may be done."""
+    """Return the setting of a training to change first, and what may be done."""
+    tried, phase = failure.tried, failure.phase
     if tried and min(tried) > 1 and phase not in ("optimizer", "eval"):
         parts = -(-config.train.batch_size // (min(tried) // 2))
         return (
@@ -234,15 +262,39 @@ def find_setting(
     rows = config.train.batch_size
     if phase == "sending" and rows > 1 and not is_import_path(config.data.source):
         return "train.batch_size", f"set train.batch_size to {rows // 2:,} (got {rows:,})"
-    setting, ways = _suggest_shrinking(
-        max(owners, key=lambda o: owners[o], default=REST), config, precision
-    )
+    setting, ways = _suggest_shrinking(_find_largest(owners), config, precision)
     if config.memory.limit_mib is not None:
         ways.append(f"raise memory.limit_mib (got {config.memory.limit_mib:g})")
-    if told.idle_bytes is not None and told.asked_bytes and told.idle_bytes >= told.asked_bytes:
-        # Enough is there, in pieces: https://docs.pytorch.org/docs/stable/notes/cuda.html
-        ways.append("set the environment's PYTORCH_ALLOC_CONF to expandable_segments:True")
-    return setting, ", or ".join(ways)
+    return setting, ", or ".join([*ways, *_suggest_joining(message)])
+
+
+def find_part(
+    failure: MemoryFailure, message: OomMessage, owners: Mapping[str, int]
+) -> tuple[str, str]:
+    """Return the part of a loop without settings to change first, and what may be done."""
+    part, way = {
+        "parameters": ("model", "make the model smaller"),
+        "buffers": ("model", "make the model smaller"),
+        "gradients": ("model", "make the model smaller"),
+        "optimizer_state": ("optimizer", "use an optimizer with less state, such as SGD"),
+    }.get(
+        _find_largest(owners),
+        ("batch", "make the batch smaller, accumulate gradients, or use torch.autocast"),
+    )
+    return part, ", or ".join([way, *_suggest_joining(message)])
+
+
+def _find_largest(owners: Mapping[str, int]) -> str:
+    return max(owners, key=lambda owner: owners[owner], default=REST)
+
+
+def _suggest_joining(message: OomMessage) -> list[str]:
+    """Return what helps where enough is there, in pieces:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html"""
+    idle, requested = message.idle_bytes, message.asked_bytes
+    if idle is None or not requested or idle < requested:
+        return []
+    return ["set the environment's PYTORCH_ALLOC_CONF to expandable_segments:True"]
 
 
 def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[str, list[str]]:
@@ -291,109 +343,3 @@ def _join_sizes(sizes: Sequence[int]) -> str:
 
 def _format_size(size_bytes: int) -> str:
     return format_mebibytes(size_bytes / MIB)
-
-
-log = logging.getLogger(__name__)
-
-
-class OutOfMemory(RuntimeError):
-    """A run ended for lack of memory: what was tried, what was free and what to change."""
-
-    def __init__(self, explanation: OomExplanation) -> None:
-        super().__init__(explanation.sentence)
-        self.explanation = explanation
-
-
-def describe_setup_failure(error: BaseException) -> MemoryFailure:
-    """Return a failure beside the steps, where nothing is repeated and nobody counted."""
-    return MemoryFailure(str(error), phase="set-up")
-
-
-def explain_failure(
-    failure: MemoryFailure, phases: Phases | None, *, plan: Plan, folder: Path
-) -> OomExplanation:
-    """Return the explanation of a failure, left in `folder`/memory/oom.json as well.
-
-    phases: None where the training had none yet.
-    """
-    explanation = explain_oom(
-        failure.text,
-        phases.accounts.ledger if phases else AllocationLog(plan.torch_device),
-        find_remedy=partial(
-            find_setting, config=plan.settings, precision=plan.precision, tried=failure.tried
-        ),
-        device=plan.device.name,
-        phase=failure.phase,
-        step=failure.step,
-        batch_shape=failure.batch_shape,
-        allocator=failure.allocator,
-        tried=failure.tried,
-        fitted=failure.fitted,
-    )
-    explanation = replace(explanation, unrepeated=failure.unrepeated)
-    _write_explanation(explanation, folder)
-    if phases is not None:
-        title = f"Out of memory: {explanation.phase} of step {explanation.step}"
-        write_timeline(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
-    return explanation
-
-
-def explain_own_failure(
-    error: BaseException, loop: OwnLoop, *, device: str, folder: Path
-) -> OomExplanation:
-    """Return the explanation of a failure in somebody else's loop, left in `folder`/memory/oom.json
-    as well. Call it while the error still has its frames, which hold what they held."""
-    accounts = loop.accounts
-    phase, allocator = loop.note_failure(error), accounts.phases.meter.read_allocator()
-    explanation = explain_oom(
-        get_error_message(error),
-        accounts.phases.accounts.ledger,
-        find_remedy=_suggest_for_own_loop,
-        device=device,
-        phase=phase,
-        step=loop.done + 1,
-        batch_shape=loop.batch_shape,
-        allocator=allocator,
-    )
-    # What autograd holds between two operations no Python object leads to.
-    unseen = allocator.get("allocated", 0) - sum(explanation.owners.values())
-    if unseen > 0 and accounts.device.type != "cpu":
-        owners = {**explanation.owners, REST: explanation.owners.get(REST, 0) + unseen}
-        explanation = replace(explanation, owners=owners)
-    _write_explanation(explanation, folder)
-    return explanation
-
-
-def _suggest_for_own_loop(
-    phase: str, told: OomMessage, owners: Mapping[str, int]
-) -> tuple[str, str]:
-    most = max(owners, key=lambda owner: owners[owner], default=REST)
-    what, ways = {
-        "parameters": ("model", "make the model smaller"),
-        "buffers": ("model", "make the model smaller"),
-        "gradients": ("model", "make the model smaller"),
-        "optimizer_state": ("optimizer", "use an optimizer with less state, such as SGD"),
-    }.get(most, ("batch", "make the batch smaller, accumulate gradients, or use torch.autocast"))
-    if told.idle_bytes is not None and told.asked_bytes and told.idle_bytes >= told.asked_bytes:
-        ways += ", or set the environment's PYTORCH_ALLOC_CONF to expandable_segments:True"
-    return what, ways
-
-
-def _write_explanation(explanation: OomExplanation, folder: Path) -> None:
-    try:
-        (folder / "memory").mkdir(parents=True, exist_ok=True)
-        (folder / "memory" / "oom.json").write_text(explanation.to_json())
-    except OSError as error:
-        log.warning("memory/oom.json could not be written: %s", error)
-
-
-def write_timeline(
-    ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]
-) -> None:
-    """Write the last step that was counted as the page `folder`/memory/snapshot.html."""
-    try:
-        (folder / "memory").mkdir(parents=True, exist_ok=True)
-        file = folder / "memory" / "snapshot.html"
-        file.write_text(make_timeline_page(ledger, title=title, lines=lines), encoding="utf-8")
-    except (OSError, MemoryError) as error:  # drawing takes some 40 MiB
-        log.warning("memory/snapshot.html could not be written: %s", error)
