@@ -886,6 +886,7 @@ TAGS = (
     Tag("bound", "what held the run back, in one word: see the verdict"),
     Tag("bound.why", "that as a sentence, with what to do"),
     Tag("warnings", "what a person should doubt, a line each"),
+    Tag("alerts", "what was wrong while it trained, a line each", needs="such a run"),
     Tag("end.reason", "why the run ended before its end", needs="such an end"),
     Tag("failure", "the kind of failure", needs="a failure"),
     Tag("resumed", "how often the run was gone on with", needs="--resume"),

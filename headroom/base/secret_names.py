@@ -25,7 +25,7 @@ SECRET_NAMES = {
     "credentials": r"credentials?",
     "a header": r"(^|_)(authorization|bearer|jwt|(set_)?cookies?)|session_?cookies?",
     "a session": r"(^|_)(j?session|phpsess)id",
-    "an address that lets in": r"webhook(_ur[il])?",
+    "an address that lets in": r"webhook(_ur[il])?|run_notify",
     "which of several": r"(password|passwd|passphrase|secret|token|(api|access|secret|private)_?key"
     r"|credentials?)_(value|string|base|base64|b64|hex|raw|plain|current|previous|primary|secondary|prod)",
     "what for": r"(password|passwd|passphrase|secret|token|api_?key|credentials?)"

@@ -64,7 +64,20 @@ _LONE_LOGIN = re.compile(rf"\w://[^\s:/@\[]*:{_NO_PORT}(.*)@", re.DOTALL)  # of 
 # What a part of every name of a secret is; see secret_names.
 _STEMS = (
     *("pass", "pw", "secret", "token", "key", "credential", "auth", "bearer", "jwt", "cookie"),
-    *("dsn", "conn", "jaas", "sess", "webhook", "_pat", "-pat", ".pat", "_sas", "-sas", ".sas"),
+    *(
+        "dsn",
+        "conn",
+        "jaas",
+        "sess",
+        "webhook",
+        "notify",
+        "_pat",
+        "-pat",
+        ".pat",
+        "_sas",
+        "-sas",
+        ".sas",
+    ),
 )
 _NAME = r"(?P<name>(?=[A-Za-z_])[\w.-]{2,})"
 _QUOTE = r"\\*[\"']"

@@ -32,11 +32,13 @@ from headroom.base.secret_texts import hide_secrets
 from headroom.device.detection import DeviceError, detect_best_device
 from headroom.process import signals
 from headroom.ranks.slow_rank import exchange_phases, find_slow_rank, select_phases
+from headroom.run.alerts import find_device_mib
 from headroom.run.failures import Failure
 from headroom.run.findings import make_device_tags
 from headroom.run.program_end import UNKNOWN, ProgramEnd
 from headroom.run.recording import Recording
 from headroom.run.resume import FolderClaim
+from headroom.settings.run_config import find_notify_problem
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
 from headroom.watch import leaks
@@ -74,6 +76,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         device: Any = None,
         experiment: str | None = None,
         quiet: bool = False,
+        notify: str = "",
     ) -> None:
         """Raises ValueError and TypeError.
 
@@ -86,17 +89,24 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             device: Where the loop computes; by default where the model is.
             experiment: In MLflow; by default that of mlflow.yaml.
             quiet: Print no report at the end.
+            notify: Where messages go of alerts and of the end: the http(s) address of a webhook,
+                or a command, which gets the text on its stdin. Of several processes that torchrun
+                starts, the first one sends them.
         """
         check_watched(model, optimizer)
+        if problem := find_notify_problem(notify):
+            raise ValueError(f"notify: {problem}")
+        is_lead = os.environ.get("RANK", "0") == "0"  # as torchrun says: each process has its own
         found, source = find_tracking_settings(), _find_source()
         name = run_name or Path(source).stem
-        if os.environ.get("RANK", "0") != "0":  # as torchrun says: each process has its own run
+        if not is_lead:
             name += f"-rank-{os.environ['RANK']}"
         super().__init__(
             found.settings,
             FolderClaim(Path(found.settings.runs), name),
             params=hide_secrets(dict(flatten_params({} if params is None else params)), "params"),
             experiment=experiment,
+            notify=notify if is_lead else "",
         )
         if found.doubt:
             self.warn(found.doubt)
@@ -303,6 +313,8 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
                 tag=self._found.tags.__setitem__,
             )
             self._loop.watch(*things)
+            self._alerts.device_mib = find_device_mib(device_facts)
+            self._alerts.is_within_step = partial(_is_within_step, self._loop)
             self._live.tell(stage="train model")
             self._follow_process()
         except BaseException as error:
@@ -530,6 +542,10 @@ class _Block:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         (self._end if kind is None else self._drop)()
+
+
+def _is_within_step(loop: OwnLoop, _: object) -> bool:
+    return loop.is_within_step
 
 
 def _stop_measuring(device: str) -> None:

@@ -16,6 +16,7 @@ from headroom.base.facts import DataFacts, Owner, TrainFacts
 from headroom.base.names import Place, list_shown
 from headroom.base.units import make_printable
 from headroom.process.redaction import redact, redact_nested
+from headroom.run.alerts import find_device_mib
 from headroom.run.findings import make_data_inputs, make_device_tags
 from headroom.run.gate import compare_with_history, compute_gate_key
 from headroom.run.preflight import check_fit
@@ -71,6 +72,7 @@ class Record(Recording):
             params=read_settings.collect_params(config),
             experiment=config.run.experiment,
             waited_s=waited_s,
+            notify=config.run.notify,
         )
         self.config = config
         self.past = PastRuns()  # what comparable runs have measured; see begin
@@ -124,6 +126,8 @@ class Record(Recording):
         if self.leases.waited_s > 1:
             self._clock.stages["time/wait_device_s"] = self.leases.waited_s
         self._write("config.yaml", dump_yaml(hide_config_secrets(self.config).model_dump()))
+        self._alerts.steps, self._alerts.epochs = plan.steps, plan.epochs
+        self._alerts.device_mib = find_device_mib(plan.device, self.config.memory.limit_mib)
         at = next(iter(list_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
         self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))
         return plan

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -21,7 +22,8 @@ from headroom.base.facts import DeviceFacts, ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact, redact_nested
 from headroom.report.verdict import Verdict, judge_run
-from headroom.run.failures import Failure
+from headroom.run.alerts import Alerts, read_told
+from headroom.run.failures import Failure, classify_failure
 from headroom.run.findings import Findings, RunClock, make_device_json
 from headroom.run.gate import compare_with_history
 from headroom.run.known_runs import (
@@ -31,6 +33,7 @@ from headroom.run.known_runs import (
     choose_made_at,
     make_curve_name,
 )
+from headroom.run.messages import Messenger, describe_end
 from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
@@ -40,6 +43,7 @@ from headroom.watch.accounts import Accounts
 from headroom.watch.step_metrics import AGE_S
 
 log = logging.getLogger(__name__)
+ALERTS = "alerts.json"  # of a run's folder: what it was alerted of
 JUDGE_AFTER_S, JUDGE_EVERY_S = 60.0, 120.0  # what holds a run back is told while it trains
 
 
@@ -54,9 +58,10 @@ class Recording:
         params: Mapping[str, Any],
         experiment: str | None = None,
         waited_s: float = 0.0,
+        notify: str = "",
     ) -> None:
         """params: what was asked for. waited_s: how long a person has been waiting by now, for
-        imports and servers."""
+        imports and servers. notify: where messages go; see messages.py."""
         self.params = params
         self.run: dict[str, Any] = {}  # what the report is made from, once the run has ended
         self._where, self._claim, self._experiment = where, claim, experiment
@@ -68,6 +73,7 @@ class Recording:
         self._journal.put_back = self._put_back
         self._held = ExitStack()
         self._live = Announcement(claim.folder, claim.name)
+        self._alerts, self._messenger = Alerts(self._alert), Messenger(notify)
         self._judges_at_s = monotonic() + JUDGE_AFTER_S
 
     @property
@@ -85,18 +91,45 @@ class Recording:
         self._journal.__enter__()
         self._journal.open(self._experiment)
         self._held.enter_context(self._live)
+        self._alerts.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         with signals.hold_signals(self._journal.hurry):  # an end that is told by half is another
             try:
                 self._prepare_end(error)
+                self._alerts.stop()
                 self._live.tell(stage="sending it to MLflow")
                 if self._journal.is_begun:
                     self._end(error)
             finally:
+                self._alerts.stop()
                 self._journal.__exit__()
                 self._held.close()
+                self._send_end(error)
+
+    def _alert(self, cause: str, text: str) -> None:
+        """Tell a person of what is wrong, once in the life of the run."""
+        told = read_told(self.folder / ALERTS)
+        if cause in told:
+            return
+        told[cause] = text
+        log.warning("%s", text)
+        self._found.warn(text)
+        self._found.tags["alerts"] = "\n".join(told.values())
+        with suppress(OSError):  # a full disk: whoever goes on with the run would tell it again
+            self._write(ALERTS, json.dumps(redact_nested(told), indent=1))
+        self._messenger.send(f"{self._claim.name} on {socket.gethostname()}: {text}")
+
+    def _send_end(self, error: BaseException | None) -> None:
+        """Send a message of how the run ended."""
+        failure = self.failure or (classify_failure(error) if error is not None else None)
+        if failure is None and not self._journal.is_begun:
+            return
+        with suppress(Exception):  # how it ended is not lost with the message
+            said = describe_end(self.run, failure, self._found.stopped)
+            self._messenger.send(f"{self._claim.name} on {socket.gethostname()} {said}")
+            self._messenger.close()
 
     def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the call returns; keep how long it took under its name, and why it failed."""
@@ -151,6 +184,7 @@ class Recording:
                 self._live.tell(peak_mib=peak_mib)
         self._step = step
         self._found.series |= curves
+        self._alerts.add(metrics, step)
         return curves, metrics.get(AGE_S, 0.0)
 
     def keep_stats(self, stats: Mapping[str, Any]) -> None:

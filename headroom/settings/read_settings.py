@@ -242,7 +242,7 @@ def hide_config_secrets(config: RunConfig) -> RunConfig:
     """Return the config as it may be stored and shown: with stars for the secrets in its values,
     of its arguments also by their names."""
     return _change_values(
-        config, lambda value, name: hide_secrets(value, name, by_name=name in _ARGUMENTS)
+        config, lambda value, name: hide_secrets(value, name, by_name=name in _BY_NAME)
     )
 
 
@@ -254,14 +254,18 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
     hold one: every page shows them.
     """
     held = find_config_secrets(config)
-    if names := [name for name in held if name.startswith("run.")]:
+    if names := [name for name in held if name.startswith("run.") and name != _NOTIFY]:
         problem = "holds a secret, which every page of the run would show; choose another"
         raise ConfigError(*(f"{name}: {problem}" for name in names))
     missing: list[str] = []
     os.environ.update(_name_variables(held))
     config = _change_values(
         config,
-        lambda v, name: v if name.startswith("run.") else restore_secrets(v, name, missing),
+        lambda value, name: (
+            value
+            if name.startswith("run.") and name != _NOTIFY
+            else restore_secrets(value, name, missing)
+        ),
     )
     if missing:
         problem = "was hidden when it was kept; give it again:"
@@ -281,7 +285,7 @@ def find_config_secrets(config: RunConfig) -> dict[str, str]:
     secrets: dict[str, str] = {}
 
     def keep(value: Any, name: str) -> Any:
-        secrets.update(find_secrets(value, name, by_name=name in _ARGUMENTS))
+        secrets.update(find_secrets(value, name, by_name=name in _BY_NAME))
         return value
 
     _change_values(config, keep)
@@ -289,6 +293,8 @@ def find_config_secrets(config: RunConfig) -> dict[str, str]:
 
 
 _ARGUMENTS = ("data.args", "model.args", "optim.args", "optim.schedule_args")
+_NOTIFY = "run.notify"
+_BY_NAME = (*_ARGUMENTS, _NOTIFY)  # whose values are hidden by their names, too
 
 
 def _name_variables(found: Mapping[str, str]) -> dict[str, str]:
@@ -391,6 +397,7 @@ def _make_problem(error: Mapping[str, Any], lines: Mapping[str, int]) -> Setting
     -0.1)"."""
     about, value, path = error["type"], error["input"], [str(part) for part in error["loc"]]
     name, got = ".".join(path), f" (got {format_value(value)})"
+    got = "" if name == _NOTIFY else got
     line = lines.get(name, lines.get(".".join(path[:2])))
     text = error["msg"].removeprefix("Value error, ")
     text = text.replace("Input should", "must").replace("String should", "must")
@@ -442,7 +449,7 @@ def collect_params(config: RunConfig) -> dict[str, object]:
     }
 
 
-_NAMES = ("run.name", "run.key", "run.experiment")
+_NAMES = ("run.name", "run.key", "run.experiment", _NOTIFY)
 _OF_REGRESSION = ("data.target_transform",)
 _OF_SEVERAL = ("launch.nodes", "launch.port", "launch.timeout_s")
 _EMPTY = ("", "None", "[]", "{}")

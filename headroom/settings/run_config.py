@@ -7,11 +7,13 @@ values of a wrong type are refused, never converted.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -641,6 +643,23 @@ class GateConfig(Section):
     finished, and keeps its model. See docs/schedule.md."""
 
 
+def is_web_address(place: str) -> bool:
+    """Return whether messages go to an address, and not to a command."""
+    return place.lower().startswith(("http://", "https://"))
+
+
+def find_notify_problem(place: str) -> str:
+    """Return why no message could go there, without the place, which is a secret; else nothing."""
+    rule = "must be an http(s) address or a command; what it got is a secret, and not shown"
+    try:
+        if is_web_address(place):
+            return "" if urlsplit(place).hostname else rule
+        words = shlex.split(place)
+    except ValueError:
+        return rule
+    return rule if words and "://" in words[0] else ""
+
+
 class RunSettings(Section):
     name: Name | None = None
     """Name of the run in MLflow. Default: model, source and time."""
@@ -656,9 +675,20 @@ class RunSettings(Section):
     The count begins anew once there is a newer checkpoint. 0: never."""
     retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
     """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
+    notify: Annotated[Text, PRINTABLE] = ""
+    """Where messages of this run go, which never delay it: alerts while it trains, and its end. The
+    http(s) address of a webhook (Slack's, or one that takes the same; ntfy), or a command, which
+    gets the text on its stdin. All of it is a secret. Empty: nowhere."""
     registered_model: Annotated[Text, Field(max_length=250), PRINTABLE] = ""
     """Registered model in MLflow that the run's model becomes a version of: challenger where the
     run passed its gate, champion where it also has the best validation. Empty: none."""
+
+    @field_validator("notify")
+    @classmethod
+    def _check_place(cls, place: str) -> str:
+        if problem := find_notify_problem(place):
+            raise ValueError(problem)
+        return place
 
     @field_validator("registered_model")
     @classmethod

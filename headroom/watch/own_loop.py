@@ -189,6 +189,11 @@ class OwnLoop(Guarded, raising=ASKED):
         self._told = {"log"}  # parts beside the steps of which something is known
         self.is_deaf = self._is_over = False
 
+    @property
+    def is_within_step(self) -> bool:
+        """Return whether a step has begun, and the loop is at nothing beside it."""
+        return not self.is_deaf and self._is_open and self.stage not in BESIDE
+
     def watch(self, *things: Any) -> None:
         """Watch these models and optimizers, or lists of them, from now on; each once."""
         for thing in _flatten(things):

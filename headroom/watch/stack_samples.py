@@ -156,7 +156,7 @@ class StackSampler:
 
     def look(self, weight: int) -> bool:
         """Look once; return whether the thread is there."""
-        state, positions = self.state, _list_positions(self._watched)
+        state, positions = self.state, list_positions(self._watched)
         if positions:
             self._seen[Look(state, *describe_positions(positions))] += weight
         return bool(positions)
@@ -181,7 +181,14 @@ def _look(of: weakref.ref[StackSampler], is_over: threading.Event) -> None:
         looks += 1
 
 
-def _list_positions(thread: int) -> list[Place]:
+def is_own_code(position: Place) -> bool:
+    """Return whether this is a line of the user's: of no library, nor of this project."""
+    file = position.file
+    is_ours = file.startswith(_OURS)
+    return not (is_ours or file.startswith(("<", *_LIBRARIES)) or "/site-packages/" in file)
+
+
+def list_positions(thread: int) -> list[Place]:
     """Return where each frame of a thread is, the innermost first; no frame is kept."""
     positions: list[Place] = []
     frame = sys._current_frames().get(thread)

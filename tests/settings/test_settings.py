@@ -16,11 +16,16 @@ from headroom.settings.read_settings import (
     MAX_BYTES,
     ConfigError,
     SettingsProblem,
+    collect_params,
     dump_yaml,
+    find_config_secrets,
+    hide_config_secrets,
     make_config,
     override_config,
     parse_value,
     resolve_config,
+    restore_config_secrets,
+    select_params,
 )
 from headroom.settings.run_config import RunConfig
 from headroom.settings.table import (
@@ -711,3 +716,28 @@ def test_an_argument_is_a_flag_a_param_and_a_name_to_search_over() -> None:
     assert not [name for name in plain if name.startswith("optim.args")]
     assert find_kind("optim.args.momentum") == "number"
     assert find_kind("optim.schedule_args.step_size") == "integer"
+
+
+def test_where_messages_go_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "https://ntfy.example.org/pq7marker"
+    for place in (address, "post-to pq7marker"):
+        monkeypatch.delenv("HEADROOM_SECRET_RUN_NOTIFY", raising=False)
+        config = RunConfig.model_validate({"run": {"notify": place}})
+        hidden = hide_config_secrets(config)
+        assert hidden.run.notify == "***"
+        assert find_config_secrets(config) == {"run.notify": place}
+        assert "run.notify" not in select_params(collect_params(config))
+        assert collect_params(config)["run.notify"] == "***"
+        with pytest.raises(ConfigError, match=r"run.notify: was hidden .*_SECRET_RUN_NOTIFY in"):
+            restore_config_secrets(hidden)
+        monkeypatch.setenv("HEADROOM_SECRET_RUN_NOTIFY", place)
+        assert restore_config_secrets(hidden) == config
+
+
+@pytest.mark.parametrize(
+    "place", ["ftp://pq7marker/x", "https://", "slack://pq7marker", "'pq7marker", "pq7marker\n", 5]
+)
+def test_a_place_for_messages_is_refused_without_being_shown(place: Any) -> None:
+    with pytest.raises(ConfigError, match="^run.notify: must be ") as refused:
+        make_config({"run.notify": place})
+    assert "pq7marker" not in str(refused.value) and "got" not in str(refused.value).split(";")[0]
