@@ -145,7 +145,7 @@ def test_help_shows_every_setting_within_80_columns(
         assert f"  --{name} " in shown
     flowing = " ".join(shown.split())
     assert "Peak learning rate. Above 0, at most 1,000. Default: 0.002." in flowing
-    assert "instead of falling back to the CPU. One of any, gpu. Default: any." in flowing
+    assert "on a CPU fp32. One of auto, fp32, tf32, bf16, fp16. Default: auto." in flowing
     for option in (
         "--config FILE",
         "--dry-run",
