@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from headroom.watch.stack_samples import (
     Place,
     StackSampler,
     describe_positions,
+    list_positions,
 )
 
 FETCH = str(Path(torch.__file__).parent / "utils" / "data" / "_utils" / "fetch.py")
@@ -61,6 +63,55 @@ def test_the_line_at_which_a_loop_is_most_often_is_found(
     (seen,) = (one for one in sampler.summarize().describe()["between"] if one["line"])
     assert seen["line"].startswith("test_stack_samples.py:") and "# this line" in seen["line"]
     assert thread is not None and not thread.is_alive()
+
+
+def test_frames_of_any_file_are_read_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "fran\u00e7ais \u6f22.py"
+    file.write_text("def deep(n, call):\n    return call() if n == 0 else deep(n - 1, call)\n")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    me = threading.get_ident()
+    positions = names["deep"](30, lambda: list_positions(me))
+    mine = [position for position in positions if position.file == str(file)]
+    assert [(place.line, place.function) for place in mine] == [(2, "deep")] * 31
+    assert list_positions(12345) == []
+
+
+def test_looking_at_a_thread_never_reads_what_it_has_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through `sys._current_frames` it did, where it was interrupted: 'Tensor' object has no
+    attribute 'f_code', or a segmentation fault."""
+    monkeypatch.setattr(sys, "_current_frames", None)
+    interval = sys.getswitchinterval()
+    is_over, seen = threading.Event(), []
+    me = threading.get_ident()
+
+    def look() -> None:
+        while not is_over.is_set():
+            seen.append(list_positions(me))
+
+    def fall(n: int) -> int:
+        if n % 7 == 6:
+            try:
+                raise ValueError
+            except ValueError:
+                return fall(n - 1)
+        return fall(n - 1) if n else sum(i for i in range(20))
+
+    looker = threading.Thread(target=look)
+    sys.setswitchinterval(1e-5)
+    try:
+        looker.start()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            fall(60)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        looker.join()
+    assert seen and all(positions for positions in seen)
+    assert all(isinstance(place, Place) for positions in seen for place in positions)
 
 
 def test_no_object_of_the_loop_is_kept_and_the_thread_ends_with_it() -> None:
