@@ -10,11 +10,11 @@ share: 1 / (1 - share), Amdahl's bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
+from headroom.base.names import BETWEEN, COUNTED, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
 from headroom.ranks.slow_rank import LEAST
 
@@ -26,6 +26,7 @@ CROWDED = 10.0  # the same of the run's own threads
 GROWN_SHARE, GROWN_MIB = 0.10, 64.0  # of the memory of the process
 SLOWER = 1.3  # the last step of the slope, at least, as a multiple of the first
 OPTIMIZER = 0.50
+MOSTLY = 0.75  # of the time, from which on the model's own work is all there is to tell
 PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
 STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
 RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
@@ -113,6 +114,7 @@ class Rule:
     source: str  # of the threshold
     judge: Callable[[Figures], Finding | None]
     is_structural: bool = False  # it is told before any share of the time
+    is_of_short: bool = False  # it is told of a run that is too short for all others, too
 
 
 def read_figures(run: Mapping[str, Any]) -> Figures:
@@ -155,11 +157,8 @@ def read_figures(run: Mapping[str, Any]) -> Figures:
         0.0, loop_s - steps_s - sum(parts_s[part] for part in ("eval", "log", "checkpoint"))
     )
     whole_s = sum(parts_s.values())
-    return Figures(
-        metrics,
-        figures.profile,
-        figures.tags,
-        figures.params,
+    return replace(
+        figures,
         shares={part: seconds / whole_s for part, seconds in parts_s.items()},
         steps=steps,
         loop_s=loop_s,
@@ -178,13 +177,9 @@ def judge(figures: Figures) -> Verdict | None:
     if not figures.shares:
         return None
     is_short = figures.steps < LEAST_STEPS or figures.loop_s < LEAST_S
-    if is_short and (compiling := _judge_compile(figures)) is not None:
-        return Verdict("compile", f"{compiling.text}. {compiling.advice}", compiling.share)
-    if is_short:
-        steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
-        return Verdict(SHORT, f"Too short to tell: {steps}")
-    found = [(rule, rule.judge(figures)) for rule in RULES]
-    held = [(rule, finding) for rule, finding in found if finding is not None]
+    rules = [rule for rule in RULES if rule.is_of_short or not is_short]
+    findings = [(rule, rule.judge(figures)) for rule in rules]
+    held = [(rule, finding) for rule, finding in findings if finding is not None]
     first = [one for one in held if one[0].is_structural]
     shares = [one for one in held if not one[0].is_structural]
     shares.sort(key=lambda one: -(one[1].share or 0.0))
@@ -195,6 +190,9 @@ def judge(figures: Figures) -> Verdict | None:
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
     told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
     causes = [*first, *told]
+    if not causes and is_short:
+        steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
+        return Verdict(SHORT, f"Too short to tell: {steps}")
     if not causes:
         return _describe_work(figures, beside)
     rule, finding = causes[0]
@@ -219,25 +217,20 @@ def _describe_work(figures: Figures, beside: list[tuple[Rule, Finding]]) -> Verd
     others_pct = figures.get("time/core_wait_pct")
     if others_pct >= 10:
         clause += f". Others had its cores {others_pct:.0f} % of the time"
-    if work >= 0.75:
-        faster = "a smaller model, " if figures.tags.get("device.kind") != "cpu" else "a GPU, "
-        return Verdict(
-            COMPUTE,
-            f"Nothing stands out: {format_percent(work)} of the time is the model's own work "
-            f"({listed}). Faster by {faster}train.precision bf16 or train.compile on{clause}"
-            if figures.is_own
-            else f"Nothing stands out: {format_percent(work)} of the time is the model's own work "
-            f"({listed}){clause}",
-            work,
-        )
-    return Verdict(MIXED, f"No single part: {listed}{clause}")
+    if work < MOSTLY:
+        return Verdict(MIXED, f"No single part: {listed}{clause}")
+    faster = ""
+    if figures.is_own:
+        other = "a GPU" if figures.tags.get("device.kind") == "cpu" else "a smaller model"
+        faster = f". Faster by {other}, train.precision bf16 or train.compile on"
+    share = format_percent(work)
+    text = f"Nothing stands out: {share} of the time is the model's own work ({listed})"
+    return Verdict(COMPUTE, f"{text}{faster}{clause}", work)
 
 
 def _judge_contention(figures: Figures) -> Finding | None:
-    limited_pct, others_pct = (
-        figures.get("time/core_limited_pct"),
-        figures.get("time/core_wait_pct"),
-    )
+    limited_pct = figures.get("time/core_limited_pct")
+    others_pct = figures.get("time/core_wait_pct")
     if limited_pct > NOT_FREE:
         return Finding(
             f"The limit of its container kept it from its cores {limited_pct:.0f} % of the time",
@@ -266,34 +259,23 @@ def _judge_threads(figures: Figures) -> Finding | None:
     )
 
 
-def _judge_host_leak(figures: Figures) -> Finding | None:
-    growth = figures.profile.get("growth", {}).get("memory")
-    if not growth:
-        return None
-    least, first = growth["least"], growth["first"]
-    if least < GROWN_MIB or least < GROWN_SHARE * first:
-        return None
-    change = growth["change"]
-    per_step = change / max(figures.steps, 1.0)
-    held = figures.profile.get("growing", "")
-    return Finding(
-        f"The memory of the process grows: {format_mebibytes(first)} to "
-        f"{format_mebibytes(first + change)}, {1024 * per_step:.3g} KiB a step{held}",
-        "Look for what keeps tensors from step to step: a list of losses keeps their graphs; "
-        "append loss.item() or loss.detach()",
-    )
+def _judge_leak(what: str, memory: str) -> Callable[[Figures], Finding | None]:
+    """Return the rule of this memory, which grows."""
 
+    def judge_memory(figures: Figures) -> Finding | None:
+        growth = figures.profile.get("growth", {}).get(memory)
+        if not growth or growth["least"] < max(GROWN_MIB, GROWN_SHARE * growth["first"]):
+            return None
+        change, first = growth["change"], growth["first"]
+        per_step_kib = 1024 * change / max(figures.steps, 1.0)
+        return Finding(
+            f"{what} grows: {format_mebibytes(first)} to {format_mebibytes(first + change)}, "
+            f"{per_step_kib:.3g} KiB a step",
+            "Look for what keeps tensors from step to step: a list of losses keeps their graphs; "
+            "append loss.item() or loss.detach()",
+        )
 
-def _judge_device_leak(figures: Figures) -> Finding | None:
-    growth = figures.profile.get("growth", {}).get("device")
-    if not growth or growth["least"] < GROWN_MIB or growth["least"] < GROWN_SHARE * growth["first"]:
-        return None
-    change, first = growth["change"], growth["first"]
-    return Finding(
-        f"What tensors hold on the device grows: {format_mebibytes(first)} to "
-        f"{format_mebibytes(first + change)}",
-        "Look for what keeps tensors from step to step: a list of losses keeps their graphs",
-    )
+    return judge_memory
 
 
 def _judge_memory(figures: Figures) -> Finding | None:
@@ -343,7 +325,7 @@ def _judge_data(figures: Figures) -> Finding | None:
     workers = _count_workers(figures)
     if share < CLAUSE or workers > (figures.profile.get("cores") or workers):
         return None
-    text = f"It waits for data {format_percent(share)} of the time{_describe_wait(figures)}"
+    text = _describe_wait(figures, share)
     starts_s = figures.get("time/first_waits_s")
     if starts_s > STARTS * share * figures.loop_s:
         return Finding(
@@ -372,9 +354,8 @@ def _judge_workers(figures: Figures) -> Finding | None:
     workers, cores = _count_workers(figures), figures.profile.get("cores") or 0
     if share < CLAUSE or not cores or workers <= cores:
         return None
-    text = f"It waits for data {format_percent(share)} of the time{_describe_wait(figures)}"
     return Finding(
-        f"{text}: {workers} workers share {cores} cores",
+        f"{_describe_wait(figures, share)}: {workers} workers share {cores} cores",
         f"Take num_workers={max(1, cores - 1)} and persistent_workers=True",
         share,
     )
@@ -390,32 +371,20 @@ def _judge_transfer(figures: Figures) -> Finding | None:
     )
 
 
-def _judge_eval(figures: Figures) -> Finding | None:
-    share = figures.get_share("eval")
-    advice = "Evaluate less often, or on fewer rows"
-    if figures.is_own:
-        advice = "Evaluate less often, or on fewer rows (data.validation_fraction)"
-    return _judge_part(share, "Evaluations take", figures.find_line("eval"), advice)
+def _judge_part(
+    part: str, what: str, advice: str, *, own: str = ""
+) -> Callable[[Figures], Finding | None]:
+    """Return the rule of a part of the run beside its steps. own: the advice for a training of the
+    settings."""
 
+    def judge_share(figures: Figures) -> Finding | None:
+        share = figures.get_share(part)
+        if share < CLAUSE:
+            return None
+        text = f"{what} {format_percent(share)} of the time{figures.find_line(part)}"
+        return Finding(text, own if own and figures.is_own else advice, share)
 
-def _judge_checkpoint(figures: Figures) -> Finding | None:
-    share = figures.get_share("checkpoint")
-    advice = "Write them less often, or the best alone"
-    if figures.is_own:
-        advice = "Write them less often: checkpoint.every_s"
-    return _judge_part(share, "Checkpoints take", figures.find_line("checkpoint"), advice)
-
-
-def _judge_logging(figures: Figures) -> Finding | None:
-    share = figures.get_share("log")
-    advice = "Log every 50 steps, and tensors without .item(): it waits for the device"
-    return _judge_part(share, "Logging takes", figures.find_line("log"), advice)
-
-
-def _judge_part(share: float, what: str, line: str, advice: str) -> Finding | None:
-    if share < CLAUSE:
-        return None
-    return Finding(f"{what} {format_percent(share)} of the time{line}", advice, share)
+    return judge_share
 
 
 def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
@@ -441,7 +410,6 @@ def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
             "logging": "Logging takes",
             "checkpoint": "Checkpoints take",
             "eval": "Evaluations take",
-            OTHER: "What no phase names takes",
         }
         advice = {
             "python": "Do it less often, or in another process",
@@ -566,7 +534,7 @@ RULES = (
         f"> {GROWN_SHARE:.0%} and > {GROWN_MIB:.0f} MiB, by the lower bound of its slope",
         "memory/allocated_mib",
         _DRAFT,
-        _judge_device_leak,
+        _judge_leak("What tensors hold on the device", "device"),
         is_structural=True,
     ),
     Rule(
@@ -576,7 +544,7 @@ RULES = (
         "in 7 of 8 parts of the run",
         "memory/host_rss_mib",
         _DRAFT,
-        _judge_host_leak,
+        _judge_leak("The memory of the process", "memory"),
         is_structural=True,
     ),
     Rule(
@@ -622,16 +590,44 @@ RULES = (
         _DRAFT,
         _judge_transfer,
     ),
-    Rule("eval", "evaluations", f">= {TOLD:.0%}", "time/eval_s", _DRAFT, _judge_eval),
+    Rule(
+        "eval",
+        "evaluations",
+        f">= {TOLD:.0%}",
+        "time/eval_s",
+        _DRAFT,
+        _judge_part(
+            "eval",
+            "Evaluations take",
+            "Evaluate less often, or on fewer rows",
+            own="Evaluate less often, or on fewer rows (data.validation_fraction)",
+        ),
+    ),
     Rule(
         "checkpoint",
         "checkpoints",
         f">= {TOLD:.0%}",
         "time/checkpoint_s",
         _DRAFT,
-        _judge_checkpoint,
+        _judge_part(
+            "checkpoint",
+            "Checkpoints take",
+            "Write them less often, or the best alone",
+            own="Write them less often: checkpoint.every_s",
+        ),
     ),
-    Rule("logging", "logging", f">= {TOLD:.0%}", "time/log_s", _DRAFT, _judge_logging),
+    Rule(
+        "logging",
+        "logging",
+        f">= {TOLD:.0%}",
+        "time/log_s",
+        _DRAFT,
+        _judge_part(
+            "log",
+            "Logging takes",
+            "Log every 50 steps, and tensors without .item(): it waits for the device",
+        ),
+    ),
     *(
         Rule(
             bound,
@@ -664,6 +660,7 @@ RULES = (
         "time/compile_s",
         _DRAFT,
         _judge_compile,
+        is_of_short=True,
     ),
     Rule(
         "launch",
@@ -693,11 +690,13 @@ def _count_workers(figures: Figures) -> int:
     return int(figures.profile.get("workers") or 0)
 
 
-def _describe_wait(figures: Figures) -> str:
+def _describe_wait(figures: Figures, share: float) -> str:
+    text = f"It waits for data {format_percent(share)} of the time"
     wait_ms = figures.get("time/data_wait_ms")
     if not wait_ms:
-        return ""
-    return f", {format_milliseconds(wait_ms)} of {format_milliseconds(figures.step_ms)} a step"
+        return text
+    step = format_milliseconds(figures.step_ms)
+    return f"{text}, {format_milliseconds(wait_ms)} of {step} a step"
 
 
 def _format_gain(gain: float) -> str:

@@ -26,7 +26,7 @@ from headroom.base.facts import DeviceFacts
 from headroom.base.units import format_clock, format_mebibytes, format_number
 from headroom.watch import host_memory
 from headroom.watch.stack_samples import Place, is_own_code, list_positions
-from headroom.watch.trends import LEAST, estimate_slope
+from headroom.watch.trends import estimate_slope, select_rising
 
 SPIKE, RUNAWAY = "loss spike", "NaN ahead"
 HOST, DEVICE = "host memory creeps", "device memory creeps"
@@ -157,13 +157,9 @@ def find_creep(
 
     readings: step and MiB; the first fifth is left out, in which a process gets warm. room_mib:
     that is left."""
-    kept = readings[len(readings) // 5 :]
-    if len(kept) < LEAST:
+    kept = select_rising(readings)
+    if not kept:
         return None
-    sizes = [size for _, size in kept]
-    marks = [sizes[i * (len(sizes) - 1) // 8] for i in range(9)]
-    if sum(after > before for before, after in zip(marks, marks[1:], strict=False)) < 7:
-        return None  # some steps, and flat between them: caches that fill
     while len(kept) > MOST_READINGS:
         kept = kept[1::2]
     slope = estimate_slope([float(step) for step, _ in kept], [size for _, size in kept])

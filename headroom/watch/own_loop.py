@@ -39,7 +39,7 @@ from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.out_of_memory import MemoryFailure
-from headroom.watch.phases import TIME_FIRST, EventClock, PhaseClock, Watched
+from headroom.watch.phases import TIME_FIRST, Watched, make_phase_clock
 from headroom.watch.sampled_clock import WAIT, SampledHostClock
 from headroom.watch.stack_samples import BETWEEN, STEP
 
@@ -135,9 +135,8 @@ class OwnLoop(Guarded, raising=ASKED):
         meter = MemoryMeter(device, source)
         self._log, self._lines, self._kept_s = log, [], 0.0  # type: ignore[var-annotated]
         self._tell, self.values = tell, LoggedValues(tell, tag)
-        self._clock: PhaseClock = EventClock(device)
-        if device.type == "cpu":
-            self._clock = SampledHostClock()
+        is_host = device.type == "cpu"
+        self._clock = SampledHostClock() if is_host else make_phase_clock(device)
         self.accounts = Accounts(
             *(device, meter, ledger, self.list_owned), log=self._add_line, clock=self._clock
         )

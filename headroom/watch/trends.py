@@ -4,6 +4,7 @@ slope that a few odd readings do not move, and how sure that slope is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from statistics import median
 from typing import NamedTuple
@@ -47,6 +48,18 @@ def estimate_slope(xs: list[float], ys: list[float]) -> Slope | None:
     low = max(0, round((len(slopes) - spread) / 2) - 1)
     high = min(last, round((len(slopes) + spread) / 2))
     return Slope(median(slopes), slopes[low], slopes[high])
+
+
+def select_rising(readings: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Return the readings, of a step and a size, of memory that rises all the time: without the
+    first fifth, in which a process gets warm. None of them where it does not rise in seven of eight
+    parts of the rest: where caches fill, it is flat between some steps."""
+    kept = readings[len(readings) // 5 :]
+    if len(kept) < LEAST:
+        return ()
+    marks = [kept[at * (len(kept) - 1) // 8][1] for at in range(9)]
+    rises = sum(after > before for before, after in zip(marks, marks[1:], strict=False))
+    return kept if rises >= 7 else ()
 
 
 class Trends:
@@ -98,14 +111,12 @@ class Trends:
         """Return how the MiB of the process, or of tensors on the device, have changed, once it was
         warm: the first fifth of the readings is left out. None also where it did not rise in
         seven of eight parts of the rest."""
-        readings = self.memory[len(self.memory) // 5 :]
-        if len(readings) < LEAST:
-            return None
-        steps = [float(step) for step, *_ in readings]
-        sizes = [device_mib if of_device else rss_mib for _, rss_mib, device_mib in readings]
-        marks = [sizes[i * (len(sizes) - 1) // 8] for i in range(9)]
-        rises = sum(after > before for before, after in zip(marks, marks[1:], strict=False))
-        return _compute_growth(steps, sizes) if rises >= 7 else None
+        readings = [
+            (step, device_mib if of_device else rss_mib)
+            for step, rss_mib, device_mib in self.memory
+        ]
+        rising = select_rising(readings)
+        return _compute_growth([float(step) for step, _ in rising], [size for _, size in rising])
 
 
 def _add_up(readings: list[tuple[int, float, float]]) -> tuple[int, float, float]:
