@@ -107,19 +107,22 @@ def read_history(client: MlflowClient, experiment_id: str, of: str) -> list[dict
     return [{"gate": gate, "metrics": metrics} for gate, metrics in ends if gate]
 
 
+def _get_run(client: MlflowClient, run_id: str, where: TrackingSettings, *, problem: str) -> Run:
+    """Return that run. Raises TrackingError, which begins with the problem, where there is none."""
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in MISSING:
+            raise
+        store = redact(where.tracking_uri)
+        raise TrackingError(f"{problem}: no such run in {store}; see its id in MLflow") from None
+
+
 def read_tags(where: TrackingSettings, run_id: str) -> dict[str, str]:
-    """Return the tags of a run. Raises TrackingError where there is none."""
+    """Return the tags of a run. Raises TrackingError."""
     with _explain(where):
-        try:
-            return dict(MlflowClient(where.tracking_uri).get_run(run_id).data.tags)
-        except MlflowException as error:
-            if error.error_code not in MISSING:
-                raise
-            store = redact(where.tracking_uri)
-            raise TrackingError(
-                f"RUN: no run {run_id[:80]} in {store}; `python -m flows.runs` shows those of "
-                "this host"
-            ) from None
+        client = MlflowClient(where.tracking_uri)
+        return dict(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}").data.tags)
 
 
 def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
@@ -130,15 +133,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
     problem = f"--accept {run_id[:80]}"
     with _explain(where):
         client = MlflowClient(where.tracking_uri)
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code not in MISSING:
-                raise
-            store = redact(where.tracking_uri)
-            raise TrackingError(
-                f"{problem}: no such run in {store}; see its id in MLflow"
-            ) from None
+        run = _get_run(client, run_id, where, problem=problem)
         if "gate" not in run.data.tags or "gate.of" not in run.data.tags:
             raise TrackingError(f"{problem}: was judged by no gate; it is {run.info.status}")
         query = (
