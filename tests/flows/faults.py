@@ -6,6 +6,7 @@ import inspect
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -54,6 +55,18 @@ def find_method(cls: type, name: str) -> Any:
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
+def end_prefect_threads() -> None:
+    """End the threads that Prefect keeps of flows of earlier tests: with each ping of a websocket
+    they draw from Python's random numbers, which are not the loop's own then."""
+    if all(thread.name != "GlobalEventLoopThread" for thread in threading.enumerate()):
+        return
+    from prefect._internal.concurrency.threads import wait_for_global_loop_exit
+    from prefect.events.worker import EventsWorker
+
+    EventsWorker.drain_all(timeout=10)
+    wait_for_global_loop_exit(timeout=10)
+
+
 def end_open_accounts() -> None:
     """End what a fault has kept open: else it follows the program's end through later tests."""
     for run in [*account._open]:
@@ -65,6 +78,8 @@ def end_open_accounts() -> None:
 def send_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep runs that nobody sends, whose only step is counted, and leave what frameworks keep of a
     process as it was: of accelerate its own state, of Lightning handlers."""
+
+    end_prefect_threads()
 
     def start_sender(where: Any) -> subprocess.Popen[str]:
         pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
