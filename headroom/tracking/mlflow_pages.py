@@ -25,10 +25,10 @@ VIEW_TAG = f"{VIEWS}{VIEW}"
 COMPARISONS = "of-"  # what the keys of comparisons' views begin with
 MOST_COMPARISONS = 20  # views of them that are kept: MLflow's pages take no more than 40
 CREATED_MS = 1_767_225_600_000  # the same at each writing, so that it is seen to be there
-SETTINGS = ("optim.lr", "train.batch_size", "train.epochs")  # that people vary
+SETTINGS = ("optim.lr", "train.batch_size")  # that people vary most; a run's name has the others
 DURATION = "duration"  # a column that is always there
 LAST_COLUMNS = (
-    *("tags.`gate`", "tags.`bound`", "tags.`warnings`", DURATION, "tags.`device`"),
+    *("tags.`bound`", "tags.`gate`", "tags.`warnings`", DURATION, "tags.`device`"),
     *(f"metrics.`{name}`" for name in list_shown(Place.MLFLOW_COLUMN)),
     "attributes.`Dataset`",
 )
