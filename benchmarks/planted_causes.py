@@ -596,6 +596,133 @@ def healthy(play: Play) -> None:
     play.train(DataLoader(rows, BATCH, shuffle=True), net, _adamw(net))
 
 
+# The same on a GPU, which works on while the host does something else: where a cause takes time,
+# the truth is what is gained without it.
+
+WIDE = 2048  # a step of six such layers takes some 6 ms on an H100
+
+
+def _make_wide(layers: int = 6) -> nn.Sequential:
+    pairs = [part for _ in range(layers) for part in (nn.Linear(WIDE, WIDE), nn.ReLU())]
+    return nn.Sequential(*pairs, nn.Linear(WIDE, 10)).cuda()
+
+
+def _wide_batch(rows: int = WIDE, width: int = WIDE) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width, device="cuda"), torch.arange(rows, device="cuda") % 10
+
+
+def _fuse(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+
+
+def gpu_healthy(play: Play) -> None:
+    """Wide layers, and the loss read after each step, as tutorials do; without: never."""
+    net, losses = _make_wide(), list[Tensor]()
+
+    def compute(net: nn.Module, batch: Any) -> Tensor:
+        losses[:] = [_classify(net, batch)]
+        return losses[0]
+
+    def read(step: int) -> None:
+        if play.is_planted:
+            losses[0].item()
+
+    play.train(_repeat(_wide_batch()), net, _fuse(net), compute=compute, after=read)
+
+
+class _Batches(Dataset[Any]):
+    """Batches that are on the device, each after a wait."""
+
+    def __init__(self, batch: Any, wait_s: float) -> None:
+        self._batch, self._wait_s = batch, wait_s
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, at: int) -> Any:
+        time.sleep(self._wait_s)
+        return self._batch
+
+
+def gpu_dataset(play: Play) -> None:
+    """Batches that take 15 ms to get, while the device works on the one before."""
+    net = _make_wide()
+    rows = _Batches(_wide_batch(), 0.015 if play.is_planted else 0.0)
+    play.train(DataLoader(rows, batch_size=None), net, _fuse(net))
+
+
+def gpu_python(play: Play) -> None:
+    """Statistics in Python between two steps."""
+    net = _make_wide()
+
+    def count(step: int) -> None:
+        if play.is_planted:
+            compute_in_python(400_000)
+
+    play.train(_repeat(_wide_batch()), net, _fuse(net), after=count)
+
+
+def gpu_logging(play: Play) -> None:
+    """A histogram and the norm of all weights, read and written at each step."""
+    net = _make_wide()
+
+    with Path("histograms.jsonl").open("w") as file:
+
+        def write(step: int) -> None:
+            if play.is_planted:
+                with play.planted("log"):
+                    told = {
+                        n: p.detach().histc(1000, -1, 1).tolist() for n, p in net.named_parameters()
+                    }
+                    told["norms"] = [p.norm().item() for p in net.parameters()]
+                    file.write(json.dumps(told) + "\n")
+                    file.flush()
+
+        play.train(_repeat(_wide_batch()), net, _fuse(net), after=write)
+
+
+def gpu_checkpoints(play: Play) -> None:
+    """A checkpoint of model and optimizer at each twentieth step."""
+    net = _make_wide()
+    optimizer = _fuse(net)
+
+    def save(step: int) -> None:
+        if play.is_planted and step % 20 == 19:
+            with play.planted("checkpoint"):
+                torch.save({"net": net.state_dict(), "opt": optimizer.state_dict()}, "last.pt")
+
+    play.train(_repeat(_wide_batch()), net, optimizer, after=save)
+
+
+def gpu_evaluations(play: Play) -> None:
+    """An evaluation on thirty batches at every tenth step."""
+    net, batch = _make_wide(), _wide_batch()
+
+    def evaluate(step: int) -> None:
+        if play.is_planted and step % 10 == 9:
+            with play.planted("eval"), torch.no_grad():
+                sum(_classify(net, batch).item() for _ in range(30))
+
+    play.train(_repeat(batch), net, _fuse(net), after=evaluate)
+
+
+def gpu_optimizer(play: Play) -> None:
+    """A loop over three hundred parameters in Python."""
+    net = _ManyScales().cuda()
+    params = list(net.parameters())
+    optimizer: torch.optim.Optimizer = (
+        SlowAdam(params, 1e-3) if play.is_planted else torch.optim.Adam(params, fused=True)
+    )
+    play.train(_repeat(_wide_batch(64, 64)), net, optimizer)
+
+
+def gpu_tiny(play: Play) -> None:
+    """Forty layers on two rows; without: on sixteen thousand."""
+    layers = [part for _ in range(40) for part in (nn.Linear(512, 512), nn.LayerNorm(512))]
+    net = nn.Sequential(*layers, nn.Linear(512, 10)).cuda()
+    play.train(_repeat(_wide_batch(2 if play.is_planted else 16_384, 512)), net, _fuse(net))
+
+
 def device_leak(play: Play) -> None:
     """Outputs of each step that stay on the device."""
     net = make_cnn().cuda()
@@ -667,6 +794,16 @@ CAUSES = {
         growing_list, ("slowing", "python"), r"grow|slower", "planted", patience=2.5
     ),
     "healthy": Cause(healthy, ("compute",), r"comput", "compute"),
+    "gpu_healthy": Cause(gpu_healthy, ("compute",), r"comput|work", "", device="cuda"),
+    "gpu_dataset": Cause(gpu_dataset, ("data",), r"data ?set", "gain", device="cuda"),
+    "gpu_python": Cause(gpu_python, ("python",), r"between|\.py", "gain", device="cuda"),
+    "gpu_logging": Cause(gpu_logging, ("logging",), r"log", "gain", device="cuda"),
+    "gpu_checkpoints": Cause(
+        gpu_checkpoints, ("checkpoint",), r"checkpoint", "gain", device="cuda"
+    ),
+    "gpu_evaluations": Cause(gpu_evaluations, ("eval",), r"evaluat", "gain", device="cuda"),
+    "gpu_optimizer": Cause(gpu_optimizer, ("optimizer",), r"foreach|fused", "gain", device="cuda"),
+    "gpu_tiny": Cause(gpu_tiny, ("launch",), r"batch|compile|graph", "", device="cuda"),
     "device_leak": Cause(device_leak, ("device_leak",), r"grow|grew|shape", "", device="cuda"),
     "copies": Cause(copies, ("transfer",), r"cop", device="cuda"),
 }

@@ -543,6 +543,12 @@ METRICS = (
         needs="a loop of one's own",
     ),
     Metric(
+        "time/host_bound_pct",
+        "share of the timed steps in whose backward pass the device waited for each call",
+        True,
+        needs=GPU,
+    ),
+    Metric(
         "time/step_cpu_ms",
         "processor time of a step, of all threads of the process",
         True,
@@ -557,8 +563,8 @@ METRICS = (
     ),
     Metric(
         "time/step_operations",
-        "operations of PyTorch that a step calls, backward pass included; twice the nodes of its "
-        "graph where no step was counted",
+        "operations of PyTorch that a step calls, backward pass included; four times the nodes "
+        "of its graph where no step was counted",
         True,
     ),
     Metric(

@@ -14,9 +14,21 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from headroom.base.names import BETWEEN, COUNTED, PhaseKind, list_phases
+from headroom.base.names import BETWEEN, COUNTED, OTHER, PhaseKind, list_phases
 from headroom.base.units import format_mebibytes, format_milliseconds, format_percent
 from headroom.ranks.slow_rank import LEAST
+from headroom.watch.stack_samples import (
+    CHECKPOINT,
+    CODE,
+    COLLATE,
+    COPY,
+    DATA,
+    FORWARD,
+    LOGGING,
+    READ,
+    START,
+    WORKERS,
+)
 
 SHORT, COMPUTE, MIXED, CONTENTION = "short", "compute", "mixed", "contention"
 LEAST_STEPS, LEAST_S = 50, 3.0
@@ -28,10 +40,14 @@ SLOWER = 1.3  # the last step of the slope, at least, as a multiple of the first
 OPTIMIZER = 0.50
 MOSTLY = 0.75  # of the time, from which on the model's own work is all there is to tell
 PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
+HOST_BOUND, PER_CALL_US = 80.0, 100.0  # on a GPU: per cent of the steps; and of its own time
 STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
 RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
 ERRORS = 2.0  # standard errors by which a share lies above its threshold
 WORK = ("forward", "backward", "optimizer", "communication", "replay")
+CODES = (CODE, COPY, READ)  # kinds of the user's own
+LOG_SELDOM = "Log every 50 steps, and tensors without .item(): it waits for the device"
+PIN = "Pin the rows (pin_memory=True) and copy with non_blocking=True, or keep them there"
 BOUND = "bound"
 WHY = "bound.why"
 
@@ -83,6 +99,11 @@ class Figures:
     def error(self) -> float:
         """Return the standard error of the share of a phase within a step."""
         return self.get("time/phase_error_pct") / 100
+
+    @property
+    def is_on_host(self) -> bool:
+        """Return whether the processor itself computes, not another device that it calls."""
+        return self.tags.get("device.kind", "cpu") == "cpu"
 
     @property
     def is_own(self) -> bool:
@@ -217,11 +238,17 @@ def _describe_work(figures: Figures, beside: list[tuple[Rule, Finding]]) -> Verd
     others_pct = figures.get("time/core_wait_pct")
     if others_pct >= 10:
         clause += f". Others had its cores {others_pct:.0f} % of the time"
+    if figures.get_share(OTHER) >= MOSTLY:
+        share = format_percent(figures.get_share(OTHER))
+        advice = "Call the model itself, not its parts, or name them by run.phase('forward')"
+        return Verdict(
+            MIXED, f"Steps have no parts that were seen, for {share} of the time. {advice}"
+        )
     if work < MOSTLY:
         return Verdict(MIXED, f"No single part: {listed}{clause}")
     faster = ""
     if figures.is_own:
-        other = "a GPU" if figures.tags.get("device.kind") == "cpu" else "a smaller model"
+        other = "a GPU" if figures.is_on_host else "a smaller model"
         faster = f". Faster by {other}, train.precision bf16 or train.compile on"
     share = format_percent(work)
     text = f"Nothing stands out: {share} of the time is the model's own work ({listed})"
@@ -310,7 +337,9 @@ def _judge_slowing(figures: Figures) -> Finding | None:
     if by_processor and by_processor["change"] < 0.5 * (least - 1) * by_processor["first"]:
         return None  # it waits for longer, and does no more
     ratio = 1 + growth["change"] / growth["first"]
-    share = (ratio - 1) / (ratio + 1)  # of the time, above what it would be at the first pace
+    mean_ms = figures.get("time/step_cpu_ms") if is_busy else figures.step_ms
+    start_ms = 1000 * growth.get("start", growth["first"])  # a run of before may lack it
+    share = max(0.0, 1 - start_ms / max(mean_ms, 1e-9))  # of the time, above the first pace
     line = figures.find_line(BETWEEN) if figures.get_share(BETWEEN) >= TOLD else ""
     return Finding(
         f"Steps grow: the last take {ratio:.1f} times as long as the first{line}",
@@ -335,7 +364,7 @@ def _judge_data(figures: Figures) -> Finding | None:
         )
     state = "data_wait" if figures.find_kind("data_wait") else ""
     kind = figures.find_kind(state)
-    line = figures.find_line(state, "data", "collate", "code")
+    line = figures.find_line(state, "data", "collate", *CODES)
     cores = figures.profile.get("cores") or 1
     if workers:
         who = f"its {workers} worker{'s' if workers > 1 else ''} cannot keep up"
@@ -365,9 +394,8 @@ def _judge_transfer(figures: Figures) -> Finding | None:
     share = figures.get_share("h2d")
     if share < CLAUSE:
         return None
-    advice = "Pin the rows (pin_memory=True) and copy with non_blocking=True, or keep them there"
     return Finding(
-        f"Copies of batches to the device take {format_percent(share)} of the time", advice, share
+        f"Copies of batches to the device take {format_percent(share)} of the time", PIN, share
     )
 
 
@@ -393,11 +421,12 @@ def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
 
     def judge_kind(figures: Figures) -> Finding | None:
         share = figures.get_share(BETWEEN, "untold")
-        if share < CLAUSE or _find_between(figures) != bound:
+        garbage = figures.get("time/garbage_s") / figures.loop_s
+        is_garbage = garbage > share / 2
+        if share < CLAUSE or ("python" if is_garbage else _find_between(figures)) != bound:
             return None
         line = figures.find_line(BETWEEN)
-        garbage = figures.get("time/garbage_s") / figures.loop_s
-        if bound == "python" and garbage > share / 2:
+        if is_garbage:
             return Finding(
                 f"Python's garbage collector takes {format_percent(garbage)} of the time",
                 "Make fewer objects that live from step to step, or call gc.freeze() once they "
@@ -407,14 +436,18 @@ def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
         words = {
             "python": "Code between the steps takes",
             "data": "It waits for data",
+            "workers": "Starting the workers of a loader takes",
             "logging": "Logging takes",
+            "transfer": "Copies to the device take",
             "checkpoint": "Checkpoints take",
             "eval": "Evaluations take",
         }
         advice = {
             "python": "Do it less often, or in another process",
             "data": "Give the loader to run.batches(), which tells more; take workers",
-            "logging": "Log every 50 steps",
+            "workers": "Keep them between epochs (persistent_workers=True), and no more than cores",
+            "logging": LOG_SELDOM,
+            "transfer": PIN,
             "checkpoint": "Write them less often",
             "eval": "Evaluate less often, or on fewer rows",
         }
@@ -428,14 +461,16 @@ def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
 def _find_between(figures: Figures) -> str:
     """Return the word of what is done between the steps."""
     kinds = {
-        "data": "data",
-        "collate": "data",
-        "workers": "data",
-        "start of workers": "data",
-        "logging": "logging",
-        "checkpoint": "checkpoint",
-        "forward": "eval",
+        DATA: "data",
+        COLLATE: "data",
+        WORKERS: "data",
+        START: "workers",
+        LOGGING: "logging",
+        CHECKPOINT: "checkpoint",
+        FORWARD: "eval",
     }
+    if not figures.is_on_host:
+        kinds |= {COPY: "transfer", READ: "logging"}
     return kinds.get(figures.find_kind(BETWEEN), "python")
 
 
@@ -453,18 +488,21 @@ def _judge_optimizer(figures: Figures) -> Finding | None:
 
 
 def _judge_launch(figures: Figures) -> Finding | None:
-    operations, cpu_ms = figures.get("time/step_operations"), figures.get("time/step_cpu_ms")
-    work = figures.get_share(*WORK)
-    if not operations or not cpu_ms or work < 0.5:
+    operations, work = figures.get("time/step_operations"), figures.get_share(*WORK)
+    step_ms = figures.get("time/step_cpu_ms") if figures.is_on_host else figures.step_ms
+    if not operations or not step_ms or work < 0.5:
         return None
-    each_us = 1000 * cpu_ms * work / operations
-    if each_us >= PER_OPERATION_US:
-        return None
-    return Finding(
-        f"Its operations are tiny: {operations:,.0f} a step of {each_us:.1f} us of processor time "
-        "each, most of which is the call",
-        "Take larger batches, or torch.compile, or operations on whole tensors",
-    )
+    each_us = 1000 * step_ms * work / operations
+    text = f"Its operations are tiny: {operations:,.0f} a step of {each_us:.1f} us"
+    if figures.is_on_host:
+        is_tiny = each_us < PER_OPERATION_US
+        text += " of processor time each, most of which is the call"
+    else:
+        waits_pct = figures.get("time/host_bound_pct")
+        is_tiny = waits_pct >= HOST_BOUND and each_us < PER_CALL_US
+        text += f" each, and in {waits_pct:.0f} % of the steps the device waits for their calls"
+    advice = "Take larger batches, or torch.compile, or operations on whole tensors"
+    return Finding(text, advice) if is_tiny else None
 
 
 def _judge_compile(figures: Figures) -> Finding | None:
@@ -625,7 +663,7 @@ RULES = (
         _judge_part(
             "log",
             "Logging takes",
-            "Log every 50 steps, and tensors without .item(): it waits for the device",
+            LOG_SELDOM,
         ),
     ),
     *(
@@ -640,7 +678,9 @@ RULES = (
         for bound, what in (
             ("python", "Python, its garbage collector included"),
             ("data", "a loader"),
-            ("logging", "logging"),
+            ("workers", "the start of a loader's workers"),
+            ("logging", "logging, or reading from a device"),
+            ("transfer", "copying to a device"),
             ("checkpoint", "torch.save"),
             ("eval", "passes of a model"),
         )
@@ -665,8 +705,9 @@ RULES = (
     Rule(
         "launch",
         "calls rather than arithmetic",
-        f"< {PER_OPERATION_US:.0f} us of processor time an operation",
-        "time/step_operations, time/step_cpu_ms",
+        f"< {PER_OPERATION_US:.0f} us of processor time an operation; on a GPU < "
+        f"{PER_CALL_US:.0f} us, and it waits for the host in >= {HOST_BOUND:.0f} % of the steps",
+        "time/step_operations, time/step_cpu_ms, time/host_bound_pct",
         _DRAFT,
         _judge_launch,
         is_structural=True,

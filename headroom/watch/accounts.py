@@ -7,6 +7,7 @@ nothing waits for the device between two log points.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headroom.base.names import BETWEEN, COUNTED, LOWER_BOUND, PhaseKind, list_phases
+from headroom.base.names import BETWEEN, COUNTED, LOWER_BOUND, OTHER, PhaseKind, list_phases
 from headroom.ranks.ranks import Ranks
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
@@ -31,12 +32,14 @@ from headroom.watch.phases import (
     Watched,
     make_phase_clock,
 )
-from headroom.watch.sampled_clock import SampledHostClock
+from headroom.watch.sampled_clock import SampledClock
 from headroom.watch.stack_samples import StackSampler
 from headroom.watch.step_metrics import Blame, Log, StepMetrics, blame_nobody
 from headroom.watch.trends import Trends
 
 AFTER = "after"  # the last step, in a loop that was not over by then
+# As counted: nets of linear, norm and activation layers, forward and backward (4.0 to 5.4).
+OPERATIONS_A_NODE = 4
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 # Of a training, beside its steps; those that are counted are told where there are any.
 PARTS = [p.name for p in list_phases(PhaseKind.TRAINING) if p.name not in ("steps", COUNTED)]
@@ -111,6 +114,7 @@ class Accounts:
         self.trends, self.looks = Trends(), StackSampler()
         self.workers: int | None = None  # processes that feed it; None where nobody tells
         self._taken = (0, 0)  # steps, and their rows
+        self.unseen_steps = 0  # of which only the end was seen: what was before belongs to them
         self.first_waits_s = 0.0  # for the first batch of each pass over a loader
 
     @property
@@ -144,15 +148,15 @@ class Accounts:
         self.begin_step(step)
         self.steps.begin(epoch)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, is_sampled: bool = False) -> None:
         """This step, counted from 1, begins with the wait for its batch. It need not come to its
-        end."""
+        end. is_sampled: its phases are timed."""
         facts = self._facts
         assert facts is not None
         self.is_log_point = (
             step % facts.log_every == 0 or step == facts.last_step or step in facts.early
         )
-        self.phases.begin(step, is_log_point=self.is_log_point)
+        self.phases.begin(step, is_log_point=self.is_log_point, is_sampled=is_sampled)
 
     def skip_step(self) -> None:
         """The step that begins is neither timed nor counted, and no log point."""
@@ -229,11 +233,17 @@ class Accounts:
         counted: of these steps and rows, those that are no part of the speed.
         """
         assert self._facts is not None
-        spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
+        total_s, clock = self.watch.compute_total_s(), self.phases.clock
+        spent = defaultdict(float, self.watch.seconds)
         phase_s = clock.compute_step_seconds()
         timed = max(0, steps - counted[0] - 1)
-        if isinstance(clock, SampledHostClock) and timed:
-            phase_s[BETWEEN] = max(0.0, spent["steps"] - clock.compute_step_s()) / timed
+        if isinstance(clock, SampledClock) and timed:
+            for part, wait_s in clock.compute_waits_s().items():
+                spent[part] -= wait_s
+                spent["steps"] += wait_s
+            between_s = max(0.0, spent["steps"] - clock.compute_step_s()) / timed
+            where = OTHER if 2 * self.unseen_steps > steps else BETWEEN
+            phase_s[where] = phase_s.get(where, 0.0) + between_s
         replay_s = clock.compute_step_seconds(replayed=True)
         known_s = sum(spent[part] for part in (*PARTS, HELD, COUNTED))
         steps, rows = steps - counted[0], rows - counted[1]
@@ -276,6 +286,9 @@ class Accounts:
             metrics["time/timed_steps"] = float(sampled)
         if sampled is not None and error_pct is not None:
             metrics["time/phase_error_pct"] = error_pct
+        host_bound = clock.compute_host_bound_share()
+        if host_bound is not None:
+            metrics["time/host_bound_pct"] = 100 * host_bound
         return metrics
 
     def _summarize_work(self, steps: int) -> dict[str, float]:
@@ -286,7 +299,7 @@ class Accounts:
             metrics["time/step_cpu_ms"] = 1000 * self.watch.cpu_seconds["steps"] / steps
             if self.workers:
                 metrics["time/workers_cpu_ms"] = 1000 * self.cores.read_workers_s() / steps
-        operations = self.phases.operations or 2 * self.phases.nodes
+        operations = self.phases.operations or OPERATIONS_A_NODE * self.phases.nodes
         if operations:
             metrics["time/step_operations"] = float(operations)
         if self.first_waits_s:

@@ -39,8 +39,8 @@ from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.out_of_memory import MemoryFailure
-from headroom.watch.phases import TIME_FIRST, Watched, make_phase_clock
-from headroom.watch.sampled_clock import WAIT, SampledHostClock
+from headroom.watch.phases import TIME_FIRST, Watched
+from headroom.watch.sampled_clock import WAIT, make_sampled_clock
 from headroom.watch.stack_samples import BETWEEN, STEP
 
 LOG_EVERY = 10  # steps
@@ -135,8 +135,7 @@ class OwnLoop(Guarded, raising=ASKED):
         meter = MemoryMeter(device, source)
         self._log, self._lines, self._kept_s = log, [], 0.0  # type: ignore[var-annotated]
         self._tell, self.values = tell, LoggedValues(tell, tag)
-        is_host = device.type == "cpu"
-        self._clock = SampledHostClock() if is_host else make_phase_clock(device)
+        self._clock = make_sampled_clock(device)
         self.accounts = Accounts(
             *(device, meter, ledger, self.list_owned), log=self._add_line, clock=self._clock
         )
@@ -396,6 +395,7 @@ class OwnLoop(Guarded, raising=ASKED):
             self._drain()
             self._looks.state = name
             self._apart_s = perf_counter()
+            self._clock.begin_part()
         elif self._is_open:
             self._mark(self._named[-1][0] if self._named else OTHER)
         else:
@@ -410,7 +410,7 @@ class OwnLoop(Guarded, raising=ASKED):
         name, is_apart = self._named.pop()
         if is_apart:
             self._told.add(name)
-            self.accounts.lap(name)
+            self._clock.end_part(name, self.accounts.lap(name))
             self._metrics.begin(0)
             self._aside_s += perf_counter() - self._apart_s
             self._looks.state = STEP if self._is_open else BETWEEN
@@ -615,14 +615,14 @@ class OwnLoop(Guarded, raising=ASKED):
         self._passes = 0
         is_timed = _is_sampled(step)
         if is_timed or step % LOG_EVERY == 0 or step in EARLY:
-            self.accounts.begin_step(step)
+            self.accounts.begin_step(step, is_sampled=is_timed)
             is_timed = is_timed or self.accounts.watched is not Watched.NOT
         else:
             self.accounts.skip_step()
         self._is_timed = is_timed
         self._is_quiet = not is_timed and not self._ends_by_passes()
         self._is_open = True
-        self._looks.state = STEP
+        self._looks.state, self._looks.is_judging = STEP, False
         self._wait_s = self._aside_s = 0.0
         self._opened_s = perf_counter()
 
@@ -723,6 +723,7 @@ class OwnLoop(Guarded, raising=ASKED):
             self._has_gradients = False
         if not self._is_open:
             if not torch.is_grad_enabled() or self._named:
+                self._looks.is_judging = True
                 return  # of an evaluation
             self._open()
             if not self._is_timed:
@@ -796,6 +797,7 @@ class OwnLoop(Guarded, raising=ASKED):
             if self._named:
                 return
             self._open()
+            self.accounts.unseen_steps += 1
         if not self._is_timed:
             return
         self.accounts.phases.accounts.settle()

@@ -32,6 +32,7 @@ SIDE = 192  # of a square matrix whose product takes some 0.1 ms
 REFERENCE_EVERY_S, FIRST_REFERENCES, REFERENCE_LATER_S = 0.05, 60, 0.5
 
 
+AS_LONG = 0.8  # the host, as the device for the same calls: then the device waits for them
 PROCESSOR = "processor/"  # before the name of a part, in the state of a stopwatch
 
 
@@ -65,6 +66,10 @@ class PhaseClock(Protocol):
     def compute_error_pct(self) -> float | None:
         """Return the largest standard error of a phase's share, in points of the step; None where
         it is not known."""
+
+    def compute_host_bound_share(self) -> float | None:
+        """Return in which share of the sampled steps the device had done each call of the backward
+        pass by the time that the host made the next one; None where host and device are one."""
 
     def compute_fast_step_s(self) -> float | None:
         """Return the seconds of a fast step: one timed step in twenty is faster."""
@@ -136,6 +141,9 @@ class HostClock:
     def compute_error_pct(self) -> float | None:
         return 0.0
 
+    def compute_host_bound_share(self) -> float | None:
+        return None
+
     def compute_fast_step_s(self) -> float | None:
         return self._fast.compute_seconds()
 
@@ -169,6 +177,33 @@ class _FastTimes:
         return exp(grain / GRAIN)
 
 
+class _Marks:
+    """The events of a sampled step, and what the host did meanwhile in its backward pass."""
+
+    def __init__(self, begin: Any) -> None:
+        self.events = [("begin", begin)]
+        self._marked_s = perf_counter()
+        self._backward = (0, 0.0)  # where it ends, and what it took the host
+        self._keeps_up = False  # the device had ended what came before by then
+
+    def add(self, phase: str, event: Any) -> None:
+        now_s = perf_counter()
+        if phase == "backward":
+            self._backward = (len(self.events), now_s - self._marked_s)
+            self._keeps_up = self.events[-1][1].query()
+        self.events.append((phase, event))
+        self._marked_s = now_s
+
+    def is_host_bound(self) -> bool | None:
+        """Return whether the backward pass took the device as long as the host, and the device was
+        never behind it; None where there was none."""
+        at, host_s = self._backward
+        if not at:
+            return None
+        device_s = self.events[at - 1][1].elapsed_time(self.events[at][1]) / 1000
+        return self._keeps_up and host_s >= AS_LONG * device_s
+
+
 class EventClock:
     """The clock of CUDA, ROCm, XPU and MPS: it times the device by events in its stream, on
     sampled steps.
@@ -179,32 +214,39 @@ class EventClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._timed: dict[bool, list[dict[str, float]]] = {False: [], True: []}  # by replayed
-        self._open: list[tuple[str, Any]] = []
-        self._pending: list[list[tuple[str, Any]]] = []
+        self._open: _Marks | None = None  # of the step that has begun, if it is sampled
+        self._pending: list[_Marks] = []
+        self._host_bound = [0, 0]  # sampled steps that were not, and that were
 
     def begin(self, *, sample: bool) -> None:
-        self._open = [("begin", self._record_event())] if sample else []
-        if sample:
+        self._open = _Marks(self._record_event()) if sample else None
+        if self._open is not None:
             self._pending.append(self._open)
 
     def mark(self, phase: str) -> None:
-        if self._open:
-            self._open.append((phase, self._record_event()))
+        if self._open is not None:
+            self._open.add(phase, self._record_event())
 
     def reset(self) -> None:
         for timed in self._timed.values():
             timed.clear()
         self._pending.clear()
-        self._open = []
+        self._open, self._host_bound = None, [0, 0]
 
     def collect(self) -> None:
-        while self._pending and self._pending[0][-1][1].query():
+        while self._pending and self._pending[0].events[-1][1].query():
             marks = self._pending.pop(0)
             times: dict[str, float] = defaultdict(float)
-            for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
+            for (_, start), (phase, end) in zip(marks.events, marks.events[1:], strict=False):
                 times[phase] += start.elapsed_time(end) / 1000
-            if times:
-                self._timed[REPLAY in times].append(times)
+            self._add_sample(times)
+            is_host_bound = marks.is_host_bound()
+            if is_host_bound is not None:
+                self._host_bound[is_host_bound] += 1
+
+    def _add_sample(self, times: dict[str, float]) -> None:
+        if times:
+            self._timed[REPLAY in times].append(times)
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
         timed = self._timed[replayed]
@@ -219,6 +261,10 @@ class EventClock:
 
     def compute_error_pct(self) -> float | None:
         return None
+
+    def compute_host_bound_share(self) -> float | None:
+        not_bound, bound = self._host_bound
+        return bound / (bound + not_bound) if bound + not_bound else None
 
     def compute_fast_step_s(self) -> float | None:
         timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])
@@ -343,8 +389,8 @@ class Phases:
         self.nodes = 0  # of the graph of a step, where none is counted
         self.watched = Watched.NOT
 
-    def begin(self, step: int, *, is_log_point: bool) -> None:
-        """Begin step number `step`."""
+    def begin(self, step: int, *, is_log_point: bool, is_sampled: bool = False) -> None:
+        """Begin step number `step`. is_sampled: its phases are timed, whatever else is."""
         self.watched = Watched.NOT
         is_due = is_log_point and _is_due(step, self._counted, self._count_every)
         if is_due and self.may_count():
@@ -358,7 +404,8 @@ class Phases:
         self._first = step if self._first is None else self._first
         if self.watched is not Watched.COUNTED:  # counting takes time of its own
             is_early = step < self._first + TIME_FIRST
-            self.clock.begin(sample=is_early or self.watched is not Watched.NOT)
+            is_watched = self.watched is not Watched.NOT
+            self.clock.begin(sample=is_sampled or is_early or is_watched)
 
     def count_memory(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Count the memory of this step, if it is to be counted."""

@@ -1,16 +1,21 @@
-"""The clock of a CPU for a loop in which marking each phase of each step would cost too much: the
+"""The clocks of a loop in which marking each phase of each step would cost too much. On a CPU the
 time of every step and of its wait for a batch are known, and the phases within of the steps that
-are sampled. These are scaled to the time of all steps of their part of the run, so that the phases
-of a step sum to the step, and one that grows is not told by its beginning.
+are sampled: these are scaled to the time of all steps of their part of the run, so that the phases
+of a step sum to the step. On a GPU sampled steps are timed by events, phase by phase, and stand for
+all steps of their part of the run. So a step that grows is not told by its beginning.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from math import sqrt
 from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
 
-from headroom.watch.phases import HostClock
+import torch
+
+from headroom.watch.phases import EventClock, HostClock, PhaseClock
 
 WAIT = "data_wait"
 FIRST_BLOCK = 20  # steps; each later one has as many as all before it
@@ -51,13 +56,68 @@ class _Block:
         return sqrt(variance / self.sampled) * self.sampled / self.within_s
 
 
+class _Blocks:
+    """The blocks of a run, each as long as all before it."""
+
+    def __init__(self) -> None:
+        self.all = [_Block()]
+        self._before = 0  # steps of all full blocks
+
+    @property
+    def last(self) -> _Block:
+        return self.all[-1]
+
+    def end_step(self) -> None:
+        """A step of the last block is done."""
+        self.last.steps += 1
+        if self.last.steps >= max(FIRST_BLOCK, self._before):
+            self._before += self.last.steps
+            self.all.append(_Block())
+
+    def compute_error_pct(
+        self, whole_s: float, compute_within_s: Callable[[_Block], float]
+    ) -> float | None:
+        """Return the largest standard error of a phase, in per cent of all steps. compute_within_s:
+        the seconds of a block's steps without the wait."""
+        phases = {phase for block in self.all for phase in block.phase_s}
+        if not whole_s or not phases:
+            return None
+        return max(
+            100
+            * sqrt(
+                sum(
+                    (compute_within_s(block) * block.compute_error(phase)) ** 2
+                    for block in self.all
+                )
+            )
+            / whole_s
+            for phase in phases
+        )
+
+
+@runtime_checkable
+class SampledClock(PhaseClock, Protocol):
+    """Knows what all steps took, without what was between them."""
+
+    def compute_step_s(self) -> float:
+        """Return the seconds of all steps together."""
+
+    def begin_part(self) -> None:
+        """Something beside the steps begins here."""
+
+    def end_part(self, part: str, host_s: float) -> None:
+        """It ends here, and took the host so long."""
+
+    def compute_waits_s(self) -> dict[str, float]:
+        """Return by part how long the host waited in it for the steps before it."""
+
+
 class SampledHostClock(HostClock):
     """Times all steps as wholes, and some phase by phase."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._blocks = [_Block()]
-        self._before = 0  # steps of all full blocks
+        self._blocks = _Blocks()
         self._phases: dict[str, float] = {}  # of the step that has begun
 
     def begin(self, *, sample: bool) -> None:
@@ -72,31 +132,28 @@ class SampledHostClock(HostClock):
 
     def add_step(self, step_s: float, wait_s: float) -> None:
         self._fast.add(step_s)
-        block = self._blocks[-1]
-        block.steps += 1
+        block = self._blocks.last
         block.step_s += step_s
         block.wait_s += wait_s
         if self._phases:
             block.add_sample(self._phases)
             self._phases = {}
-        if block.steps >= max(FIRST_BLOCK, self._before):
-            self._before += block.steps
-            self._blocks.append(_Block())
+        self._blocks.end_step()
 
     def reset(self) -> None:
         super().reset()
-        self._blocks, self._before, self._phases = [_Block()], 0, {}
+        self._blocks, self._phases = _Blocks(), {}
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
-        steps = sum(block.steps for block in self._blocks)
+        steps = sum(block.steps for block in self._blocks.all)
         if replayed or not steps:
             return {}
         phase_s: dict[str, float] = defaultdict(float)
-        wait_s = sum(block.wait_s for block in self._blocks)
+        wait_s = sum(block.wait_s for block in self._blocks.all)
         if wait_s:
             phase_s[WAIT] = wait_s
         left_s = 0.0  # of blocks of which no step was sampled
-        for block in self._blocks:
+        for block in self._blocks.all:
             within_s = block.step_s - block.wait_s
             if not block.within_s:
                 left_s += within_s
@@ -111,24 +168,99 @@ class SampledHostClock(HostClock):
 
     def compute_step_s(self) -> float:
         """Return the seconds of all steps together."""
-        return sum(block.step_s for block in self._blocks)
+        return sum(block.step_s for block in self._blocks.all)
 
     def count_sampled_steps(self) -> int | None:
-        return sum(block.sampled for block in self._blocks)
+        return sum(block.sampled for block in self._blocks.all)
+
+    def begin_part(self) -> None:
+        pass  # the steps before it are done
+
+    def end_part(self, part: str, host_s: float) -> None:
+        pass
+
+    def compute_waits_s(self) -> dict[str, float]:
+        return {}
 
     def compute_error_pct(self) -> float | None:
-        whole_s = self.compute_step_s()
-        phases = {phase for block in self._blocks for phase in block.phase_s}
-        if not whole_s or not phases:
-            return None
-        return max(
-            100
-            * sqrt(
-                sum(
-                    ((block.step_s - block.wait_s) * block.compute_error(phase)) ** 2
-                    for block in self._blocks
-                )
-            )
-            / whole_s
-            for phase in phases
+        return self._blocks.compute_error_pct(
+            self.compute_step_s(), lambda block: block.step_s - block.wait_s
         )
+
+
+class SampledEventClock(EventClock):
+    """Times some steps on the device, from their begin to their end in its stream: a device that
+    waits for the host within a step is in the phase that lets it wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._blocks = _Blocks()
+        self._sampled_in: deque[_Block] = deque()  # of the steps that are not read yet
+        self._part_began: Any = None
+        self._parts: deque[tuple[str, float, Any, Any]] = deque()  # that are not read yet
+        self._waits_s: dict[str, float] = defaultdict(float)
+
+    def begin(self, *, sample: bool) -> None:
+        super().begin(sample=sample)
+        if sample:
+            self._sampled_in.append(self._blocks.last)
+
+    def add_step(self, step_s: float, wait_s: float) -> None:
+        self._blocks.end_step()
+
+    def reset(self) -> None:
+        super().reset()
+        self._blocks = _Blocks()
+        self._sampled_in.clear()
+
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
+        steps = sum(block.steps for block in self._blocks.all)
+        if replayed or not steps:
+            return {}
+        phase_s: dict[str, float] = defaultdict(float)
+        timed = 0  # steps of blocks of which some were sampled: they stand for the others
+        for block in self._blocks.all:
+            timed += block.steps if block.sampled else 0
+            for phase, seconds in block.phase_s.items():
+                phase_s[phase] += seconds / block.sampled * block.steps
+        return {phase: seconds / timed for phase, seconds in phase_s.items()} if timed else {}
+
+    def compute_step_s(self) -> float:
+        """Return the seconds of all steps together, by those that were sampled."""
+        steps = sum(block.steps for block in self._blocks.all)
+        return steps * sum(self.compute_step_seconds().values())
+
+    def begin_part(self) -> None:
+        self._part_began = self._record_event()
+
+    def end_part(self, part: str, host_s: float) -> None:
+        if self._part_began is not None:
+            self._parts.append((part, host_s, self._part_began, self._record_event()))
+            self._part_began = None
+
+    def collect(self) -> None:
+        super().collect()
+        while self._parts and self._parts[0][-1].query():
+            part, host_s, begin, end = self._parts.popleft()
+            self._waits_s[part] += host_s - begin.elapsed_time(end) / 1000
+
+    def compute_waits_s(self) -> dict[str, float]:
+        return self._waits_s
+
+    def compute_error_pct(self) -> float | None:
+        return self._blocks.compute_error_pct(
+            self.compute_step_s(),
+            lambda block: block.steps * block.within_s / max(block.sampled, 1),
+        )
+
+    def _add_sample(self, times: dict[str, float]) -> None:
+        super()._add_sample(times)
+        block = self._sampled_in.popleft()
+        if times:
+            block.add_sample(times)
+
+
+def make_sampled_clock(device: torch.device) -> SampledClock:
+    """Return the clock that measures correctly on this device, in a loop of which some steps are
+    marked."""
+    return SampledHostClock() if device.type == "cpu" else SampledEventClock(device)

@@ -33,6 +33,7 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 DATA, COLLATE, WORKERS, START = "data", "collate", "workers", "start of workers"
 OPTIMIZER, BACKWARD, FORWARD, CHECKPOINT = "optimizer", "backward", "forward", "checkpoint"
 LOGGING, ACCOUNT, CODE = "logging", "account", "code"
+COPY, READ = "copy to the device", "read from the device"  # if it is another one than the host
 # What a loop says that it does, beside the parts of a run that it names.
 STEP, BETWEEN = "step", "between"
 
@@ -54,6 +55,12 @@ _KINDS = {  # by a part of the path of a file
     "/mlflow/": LOGGING,
     "/matplotlib/": LOGGING,
     "/torch/nn/modules/module.py": FORWARD,
+}
+# By the user's line, where no library tells.
+_WORDS = {
+    LOGGING: ("print(", ".write(", "log(", "logger."),
+    COPY: (".to(", ".cuda("),
+    READ: (".item(", ".tolist(", ".cpu(", ".numpy("),
 }
 _LOADER = "/torch/utils/data/dataloader.py"
 _WAITS = ("_get_data", "_try_get_data")
@@ -118,6 +125,7 @@ class StackSampler:
 
     def __init__(self) -> None:
         self.state = ""  # what the loop says that it does
+        self.is_judging = False  # a model was called without gradients since the last step
         self.garbage_s = 0.0
         self._watched = threading.get_ident()
         self._seen: Counter[Look] = Counter()
@@ -164,7 +172,10 @@ class StackSampler:
         """Look once; return whether the thread is there."""
         state, positions = self.state, list_positions(self._watched)
         if positions:
-            self._seen[Look(state, *describe_positions(positions))] += weight
+            kind, place = describe_positions(positions)
+            if self.is_judging and state == BETWEEN and kind in (CODE, READ, COPY):
+                kind = FORWARD
+            self._seen[Look(state, kind, place)] += weight
         return bool(positions)
 
     def _time_garbage(self, phase: str) -> None:
@@ -246,12 +257,9 @@ def describe_positions(positions: list[Place]) -> tuple[str, Place | None]:
             own = position
     if kind == DATA and is_collated:
         kind = COLLATE
-    if (
-        not kind
-        and own is not None
-        and any(word in _read_line(own) for word in ("print(", ".write(", "log(", "logger."))
-    ):
-        kind = LOGGING
+    if not kind and own is not None:
+        line = _read_line(own)
+        kind = next((k for k, words in _WORDS.items() if any(w in line for w in words)), "")
     return kind or CODE, own
 
 

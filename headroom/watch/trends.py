@@ -23,12 +23,13 @@ class Slope(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How a quantity has changed over the run, in its unit: by the slope, and at least; and what it
-    was at the beginning."""
+    """How a quantity has changed over the run, in its unit: by the slope, and at least; what it was
+    at the beginning by the slope, and by the first reading where that is less."""
 
     change: float
     least: float
     first: float
+    start: float
 
 
 def estimate_slope(xs: list[float], ys: list[float]) -> Slope | None:
@@ -134,4 +135,5 @@ def _compute_growth(xs: list[float], ys: list[float]) -> Growth | None:
         return None
     middle = median(y - slope.value * x for x, y in zip(xs, ys, strict=True))
     span = xs[-1] - xs[0]
-    return Growth(slope.value * span, slope.low * span, middle + slope.value * xs[0])
+    first = middle + slope.value * xs[0]
+    return Growth(slope.value * span, slope.low * span, first, min(first, ys[0]))

@@ -107,8 +107,8 @@ def test_nothing_is_said_of_a_run_that_was_short_or_took_no_step() -> None:
             {
                 "profile": {
                     "growth": {
-                        "step": {"change": 0.02, "least": 0.018, "first": 0.01},
-                        "step_cpu": {"change": 0.02, "least": 0.018, "first": 0.01},
+                        "step": {"change": 0.02, "least": 0.018, "first": 0.01, "start": 0.01},
+                        "step_cpu": {"change": 0.02, "least": 0.018, "first": 0.01, "start": 0.01},
                     }
                 }
             },
@@ -188,8 +188,8 @@ def test_the_largest_share_is_first_and_smaller_ones_are_beside_it() -> None:
 
 def test_a_wait_that_grows_is_no_step_that_grows() -> None:
     """On a busy machine steps take longer and do no more."""
-    growth = {"change": 0.02, "least": 0.018, "first": 0.01}
-    still = {"change": 0.0, "least": -0.001, "first": 0.01}
+    growth = {"change": 0.02, "least": 0.018, "first": 0.01, "start": 0.01}
+    still = {"change": 0.0, "least": -0.001, "first": 0.01, "start": 0.01}
     assert judge(profile={"growth": {"step": growth, "step_cpu": still}}).bound == "compute"
 
 
