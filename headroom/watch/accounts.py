@@ -114,7 +114,7 @@ class Accounts:
         self.trends, self.looks = Trends(), StackSampler()
         self.workers: int | None = None  # processes that feed it; None where nobody tells
         self._taken = (0, 0)  # steps, and their rows
-        self.unseen_steps = 0  # of which only the end was seen: what was before belongs to them
+        self._passes_seen = 0  # timed steps whose passes were seen, less those whose were not
         self.first_waits_s = 0.0  # for the first batch of each pass over a loader
 
     @property
@@ -202,6 +202,10 @@ class Accounts:
         assert self.steps is not None
         self.steps.drain()
 
+    def note_passes(self, *, are_seen: bool) -> None:
+        """A timed step is done, whose passes were seen or not."""
+        self._passes_seen += 1 if are_seen else -1
+
     def is_short_of_memory(self) -> bool:
         """Return whether the allocator had to free its cache at two log points running."""
         return self.phases.meter.is_thrashing()
@@ -242,7 +246,8 @@ class Accounts:
                 spent[part] -= wait_s
                 spent["steps"] += wait_s
             between_s = max(0.0, spent["steps"] - clock.compute_step_s()) / timed
-            where = OTHER if 2 * self.unseen_steps > steps else BETWEEN
+            # Of steps that were seen from their optimizer on, what was before is no other's.
+            where = OTHER if self._passes_seen < 0 else BETWEEN
             phase_s[where] = phase_s.get(where, 0.0) + between_s
         replay_s = clock.compute_step_seconds(replayed=True)
         known_s = sum(spent[part] for part in (*PARTS, HELD, COUNTED))

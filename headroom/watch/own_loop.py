@@ -164,6 +164,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self.autocast: torch.dtype | None = None
         self._batch: Any = NO_BATCH
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
+        self._is_late = False  # by its optimizer
         self._is_waiting = False  # for the first batch of the step
         self._is_backward = False
         self._updates = 0  # of optimizers, whoever saw them
@@ -320,6 +321,7 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._is_timed:
             self.accounts.mark(OTHER)
             self._forwards = max(self._forwards, self._passes)
+            self.accounts.note_passes(are_seen=self._passes > 0 or not self._is_late)
         if self._counting is not None:
             self._leave_count()
         self._ended_s = perf_counter()
@@ -367,7 +369,7 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._is_counted:
             self._end_counted()
         self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
-        self._is_quiet = self._has_gradients = False
+        self._is_quiet = self._is_late = self._has_gradients = False
         self._forward_by = ""
 
     def _end_counted(self) -> None:
@@ -797,7 +799,7 @@ class OwnLoop(Guarded, raising=ASKED):
             if self._named:
                 return
             self._open()
-            self.accounts.unseen_steps += 1
+            self._is_late = True
         if not self._is_timed:
             return
         self.accounts.phases.accounts.settle()

@@ -18,6 +18,7 @@ def make_run(
     seconds: float = 20.0,
     beside: dict[str, float] | None = None,
     profile: dict[str, Any] | None = None,
+    kind: str = "cpu",
     **metrics: float,
 ) -> dict[str, Any]:
     """A run of a loop of somebody else's; phases: milliseconds of a step; beside: seconds."""
@@ -36,7 +37,7 @@ def make_run(
             **{name.replace("__", "/", 1): value for name, value in metrics.items()},
         },
         "profile": {"threads": 2, "cores": 2, "workers": 0, **(profile or {})},
-        "tags": {"device.kind": "cpu"},
+        "tags": {"device.kind": kind},
     }
 
 
@@ -149,21 +150,59 @@ def test_every_rule_has_a_test_and_a_row() -> None:
     assert all(f"| `{rule.bound}` |" in make_markdown_table() for rule in RULES)
 
 
-def test_code_between_the_steps_is_named_by_what_was_seen_there() -> None:
-    def see(kind: str) -> dict[str, Any]:
-        seen = [{"kind": kind, "looks": 90, "line": "mine.py:7 `save()`"}]
-        return {"places": {"between": seen}}
+def see(kind: str) -> dict[str, Any]:
+    """The profile of a loop that was seen at this kind of work between its steps."""
+    return {"places": {"between": [{"kind": kind, "looks": 90, "line": "mine.py:7 `save()`"}]}}
 
+
+def test_code_between_the_steps_is_named_by_what_was_seen_there() -> None:
     phases = {**HEALTHY, "between": 20.0}
-    named = {kind: judge(phases, profile=see(kind)) for kind in ("collate", "logging", "forward")}
-    assert {kind: one.bound for kind, one in named.items()} == {
+    bounds = {
         "collate": "data",
         "logging": "logging",
         "forward": "eval",
+        "start of workers": "workers",
+        "read from the device": "python",
     }
+    named = {kind: judge(phases, profile=see(kind)) for kind in bounds}
+    assert {kind: one.bound for kind, one in named.items()} == bounds
     assert all("most often at mine.py:7 `save()`" in one.why for one in named.values())
-    garbage = judge(phases, time__garbage_s=10.0)
+    garbage = judge(phases, time__garbage_s=10.0, profile=see("forward"))
     assert garbage.bound == "python" and "garbage collector takes 50 %" in garbage.why
+
+
+def test_on_a_gpu_code_between_the_steps_may_wait_for_it() -> None:
+    phases = {**HEALTHY, "between": 20.0}
+    read = judge(phases, profile=see("read from the device"), kind="cuda")
+    copy = judge(phases, profile=see("copy to the device"), kind="cuda")
+    assert (read.bound, copy.bound) == ("logging", "transfer")
+    assert "without .item()" in read.why and "pin_memory=True" in copy.why
+
+
+def test_operations_are_tiny_on_a_gpu_where_it_waits_for_their_calls() -> None:
+    """Processor time says nothing there: the host waits for the device while it spins."""
+    known: dict[str, Any] = {"time__step_operations": 500.0, "kind": "cuda"}
+    tiny = judge(**known, time__host_bound_pct=100.0)
+    assert tiny.bound == "launch" and "500 a step of 22.0 us each" in tiny.why
+    assert "in 100 % of the steps the device waits for their calls" in tiny.why
+    assert judge(**known, time__host_bound_pct=10.0).bound == "compute"
+    assert judge(**known, time__step_cpu_ms=1.0).bound == "compute"
+    known["time__step_operations"] = 50.0  # each of 220 us: its backward is slow by itself
+    assert judge(**known, time__host_bound_pct=100.0).bound == "compute"
+
+
+def test_steps_of_which_no_part_was_seen_are_no_cause() -> None:
+    verdict = judge({"data_wait": 1.0, "optimizer": 2.0, "other": 30.0})
+    assert verdict.bound == "mixed" and verdict.gain is None
+    assert "no parts that were seen, for 91 % of the time" in verdict.why
+
+
+def test_what_steps_that_grow_cost_is_what_they_take_above_the_first() -> None:
+    """Lengths that grow fast and then no more have a slope that begins far above their first."""
+    growth = {"change": 0.01, "least": 0.009, "first": 0.006, "start": 0.002}
+    verdict = judge(profile={"growth": {"step": growth}})
+    assert verdict.bound == "slowing" and "take 2.7 times as long" in verdict.why
+    assert verdict.share == pytest.approx(1 - 2.0 / sum(HEALTHY.values()), rel=0.01)
 
 
 def test_advice_comes_from_a_fact_of_the_run() -> None:

@@ -337,6 +337,29 @@ def test_a_loop_that_tells_nothing_has_no_speed_and_no_phases() -> None:
     assert not [name for name in found if name.startswith(("time/", "speed/"))]
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_is_before_an_optimizer_is_its_steps_where_no_pass_was_seen(is_whole: bool) -> None:
+    """Of a model that was called by its parts, its passes were told as code between the steps."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loop = OwnLoop("cpu", log=_log_nothing)
+    loop.watch(net, optimizer)
+    x, y = torch.randn(32, 16), torch.zeros(32, dtype=torch.long)
+    for _ in range(12):
+        out = net(x) if is_whole else net[1:](net[0](x))
+        nn.functional.cross_entropy(out, y).backward()
+        time.sleep(0.004)
+        optimizer.step()
+        time.sleep(0.004)
+    loop.close()
+    found = loop.summarize()
+    assert loop.done == 12
+    if is_whole:
+        assert 4 < found["time/between_ms"] < 8 < found["time/other_ms"] + found["time/between_ms"]
+    else:
+        assert "time/between_ms" not in found and found["time/other_ms"] > 8
+
+
 def test_rows_that_nobody_counted_are_absent_from_the_speed() -> None:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters())

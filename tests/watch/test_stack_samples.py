@@ -47,6 +47,12 @@ def test_the_kind_of_work_is_that_of_the_library_which_is_at_work() -> None:
     assert describe_positions([inner, MINE]) == ("forward", MINE)
     assert describe_positions([inner, load, MINE])[0] == DATA  # a model within the data set
     assert describe_positions([MINE]) == ("code", MINE)
+    for words, kind in (
+        ("x.item()", "read from the device"),
+        ("x.cuda()", "copy to the device"),
+    ):
+        line = find_line(__file__, f'("{words}",')
+        assert describe_positions([Place(__file__, line, "test")])[0] == kind
     assert describe_positions([]) == ("code", None)
 
 

@@ -35,6 +35,7 @@ def test_many_readings_become_few_and_say_the_same() -> None:
     assert 9_900 < sum(steps for steps, _, _ in trends.steps) <= 10_000
     growth = trends.compute_step_growth()
     assert growth is not None
+    assert growth.start <= growth.first
     assert growth.first == pytest.approx(0.01, rel=0.02)
     assert growth.change == pytest.approx(0.01, rel=0.05) and growth.least > 0.009
     by_processor = trends.compute_step_growth(by_processor=True)
