@@ -295,11 +295,23 @@ def _judge_leak(what: str, memory: str) -> Callable[[Figures], Finding | None]:
             return None
         change, first = growth["change"], growth["first"]
         per_step_kib = 1024 * change / max(figures.steps, 1.0)
-        return Finding(
+        text = (
             f"{what} grows: {format_mebibytes(first)} to {format_mebibytes(first + change)}, "
-            f"{per_step_kib:.3g} KiB a step",
-            "Look for what keeps tensors from step to step: a list of losses keeps their graphs; "
-            "append loss.item() or loss.detach()",
+            f"{per_step_kib:.3g} KiB a step"
+        )
+        hoard = figures.profile.get("hoard")
+        if not hoard:
+            return Finding(
+                text,
+                "Look for what keeps tensors from step to step: a list of losses keeps their "
+                "graphs; append loss.item() or loss.detach()",
+            )
+        shape = "x".join(map(str, hoard["shape"])) or "one number"
+        graphs = ", with their graphs" if hoard["has_graphs"] else ""
+        advice = "Append loss.item() or loss.detach()" if graphs else "Keep fewer of them"
+        return Finding(
+            f"{text}: {hoard['holder']} has {hoard['tensors']:,} tensors of {shape}{graphs}",
+            advice,
         )
 
     return judge_memory

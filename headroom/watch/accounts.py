@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from headroom.ranks.ranks import Ranks
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
 from headroom.watch.core_wait import CoreWatch, count_cores
+from headroom.watch.holders import find_hoard
 from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.phases import (
@@ -40,6 +41,7 @@ from headroom.watch.trends import Trends
 AFTER = "after"  # the last step, in a loop that was not over by then
 # As counted: nets of linear, norm and activation layers, forward and backward (4.0 to 5.4).
 OPERATIONS_A_NODE = 4
+LEAST_KEPT = 30  # tensors that a loop keeps, from which on their list is looked for
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 # Of a training, beside its steps; those that are counted are told where there are any.
 PARTS = [p.name for p in list_phases(PhaseKind.TRAINING) if p.name not in ("steps", COUNTED)]
@@ -327,7 +329,8 @@ class Accounts:
         workers, the lines of the user's code that were seen, and how steps and memory changed.
 
         places: by what the loop said that it did, "" where it says nothing, the kind of work that
-        was seen most often there, its line, and the share of the looks that saw it there.
+        was seen most often there, its line, and the share of the looks that saw it there. hoard:
+        where memory grows, what has a tensor of every second step or more.
         """
         looks = self.looks.summarize()
         growths = {
@@ -336,7 +339,10 @@ class Accounts:
             "memory": self.trends.compute_memory_growth(),
             "device": self.trends.compute_memory_growth(of_device=True),
         }
+        is_hoarding = growths["memory"] or growths["device"]
+        hoard = find_hoard(max(LEAST_KEPT, self._taken[0] // 2)) if is_hoarding else None
         return {
+            "hoard": None if hoard is None else asdict(hoard),
             "threads": torch.get_num_threads(),
             "cores": count_cores(),
             "workers": self.workers,

@@ -1,5 +1,6 @@
 """Find which tensors are alive on a device, how many bytes they hold, and who holds an object,
-in words a person can act on: "list in module my_hooks, name 'kept'". Tensors are found through
+in words a person can act on: "list in module my_hooks, name 'kept'"; and which list it is that has
+a tensor of each step. Tensors are found through
 Python's garbage collector, gradients and autograd graphs included; bytes are counted once per
 storage, since views share one. Fake, meta, functorch and wrapper tensors, which hold no memory
 of their own, count nothing. Objects are only read: no property of a foreign object is called,
@@ -12,13 +13,14 @@ import gc
 import inspect
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GRADIENT = "gradient"
 SAVED = "saved for a backward"
@@ -338,3 +340,57 @@ def _quote(key: Any) -> str:
     if type(key) in (int, bool, float):
         return repr(key)
     return repr(key[:80]) if type(key) is str else type(key).__name__
+
+
+@dataclass(frozen=True)
+class Hoard:
+    """A list, a deque or a dict by step that has a tensor of many steps."""
+
+    holder: str  # in words: "list in module __main__, name 'history'"
+    tensors: int
+    shape: tuple[int, ...]  # of the last one
+    has_graphs: bool
+
+
+def find_hoard(least: int) -> Hoard | None:
+    """Return the one whose tensors are the most bytes, of those with at least so many entries; None
+    where there is none, or nobody knows its name. Costs one pass over all Python objects, some
+    0.05 s for half a million."""
+    best: Any = None
+    most = 0
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in (list, deque, dict) or len(thing) < least:
+            continue
+        found = _find_tensors(_get_last(thing))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in found) * len(thing)
+        if size > most:
+            best, most = thing, size
+    if best is None:
+        return None
+    holder = Holders().find_holder(best)
+    last = _find_tensors(_get_last(best))
+    if holder is None or not last:
+        return None
+    return Hoard(
+        f"{type(best).__name__} in {holder}",
+        len(best) * len(last),
+        tuple(last[0].shape),
+        any(tensor.requires_grad and not tensor.is_leaf for tensor in last),
+    )
+
+
+def _get_last(thing: Any) -> Any:
+    if type(thing) is not dict:
+        return thing[-1]
+    key = next(reversed(thing))
+    return thing[key] if type(key) is int else None  # one by name is no history
+
+
+def _find_tensors(entry: Any) -> list[Tensor]:
+    """Return the tensors of an entry: itself, or those of a tuple, list or dict. Parameters are
+    what a model keeps, not what a loop does."""
+    kind = type(entry)
+    parts = entry.values() if kind is dict else entry if kind in (tuple, list) else (entry,)
+    tensors = [part for part in parts if Tensor in type(part).__mro__]
+    return [tensor for tensor in tensors if nn.Parameter not in type(tensor).__mro__]
