@@ -581,6 +581,12 @@ METRICS = (
         needs="such a limit",
     ),
     Metric(
+        "time/memory_wait_pct",
+        "share of the time in which it stood still for pages that were taken from memory",
+        True,
+        needs="Linux with PSI",
+    ),
+    Metric(
         "time/core_wait_pct",
         "share of the time in which other work had the cores of the training",
         True,

@@ -328,6 +328,18 @@ def _judge_memory(figures: Figures) -> Finding | None:
     )
 
 
+def _judge_swapping(figures: Figures) -> Finding | None:
+    share = figures.get("time/memory_wait_pct") / 100
+    if share < TOLD:
+        return None
+    return Finding(
+        "The host is short of memory: it stood still for pages that were taken from it "
+        f"{format_percent(share)} of the time",
+        "Load less at once, take fewer workers, or a machine or container with more memory",
+        min(0.95, share),
+    )
+
+
 def _judge_throttled(figures: Figures) -> Finding | None:
     if not figures.get("gpu/throttled"):
         return None
@@ -576,6 +588,15 @@ RULES = (
         "memory/alloc_retries",
         "a retry empties the cache and waits for the device (PyTorch, CUDA semantics)",
         _judge_memory,
+        is_structural=True,
+    ),
+    Rule(
+        "memory",
+        "memory that is short: pages of the host are taken and read back (swap, page faults)",
+        f">= {TOLD:.0%} of the time",
+        "time/memory_wait_pct",
+        "Linux's pressure stall information, `some` (Documentation/accounting/psi.rst)",
+        _judge_swapping,
         is_structural=True,
     ),
     Rule(

@@ -316,6 +316,9 @@ class Accounts:
         limited_pct = self.cores.read_limited_pct()
         if limited_pct is not None:
             metrics["time/core_limited_pct"] = limited_pct
+        stalled_pct = self.cores.read_memory_wait_pct()
+        if stalled_pct is not None:
+            metrics["time/memory_wait_pct"] = stalled_pct
         return metrics
 
     def summarize_so_far(self) -> dict[str, float]:

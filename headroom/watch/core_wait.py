@@ -1,6 +1,7 @@
 """Measure how long the threads of a run waited for a processor core, and because of whom: of other
-processes, or of its own threads, where it runs more than there are cores. The numbers are Linux's
-counters; where a system does not tell, nothing is said.
+processes, or of its own threads, where it runs more than there are cores; and how long for pages of
+memory that were taken from it. The numbers are Linux's counters; where a system does not tell,
+nothing is said.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import psutil
 
 WORKER = "pt_data_worker"  # as PyTorch names the workers of its loaders
+PRESSURE = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")  # of a container, or of all
+FAULTS_PER_S = 5  # pages that are read back in a second, from which on the process lacks memory
 LOCAL_HOSTS = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
@@ -36,6 +39,7 @@ class CoreWatch:
         self._counts_s = _read_counts_s()
         self._children_s = _read_children_s()
         self._limited_s = _read_limited_s()
+        self._stalled_s, self._faults = _read_stalled_s(), _count_faults()
 
     def read_core_wait(self) -> CoreWait | None:
         """Return the waiting since this object was made; None where the system does not tell."""
@@ -76,6 +80,18 @@ class CoreWatch:
             return None
         return 100 * (now_s - before_s) / max(perf_counter() - self._began, 1e-9)
 
+    def read_memory_wait_pct(self) -> float | None:
+        """Return the share of the time in which a process of the container, or of the machine,
+        stood still for pages that had been taken from memory (Linux, psi.rst, `some`): 0 where this
+        one read hardly any back. None where the system does not tell."""
+        before_s, now_s = self._stalled_s, _read_stalled_s()
+        if before_s is None or now_s is None:
+            return None
+        gone_s = max(perf_counter() - self._began, 1e-9)
+        if _count_faults() - self._faults < FAULTS_PER_S * gone_s:
+            return 0.0
+        return 100 * (now_s - before_s) / gone_s
+
 
 def count_cores() -> int:
     """Return how many cores this process may use."""
@@ -97,6 +113,23 @@ def _read_limited_s() -> float | None:
             if name == "throttled_usec":
                 return int(number) / 1e6
     return None
+
+
+def _read_stalled_s() -> float | None:
+    for path in PRESSURE:
+        with suppress(OSError, ValueError, IndexError):
+            some = Path(path).read_text().splitlines()[0]
+            return int(some.rpartition("total=")[2]) / 1e6
+    return None
+
+
+def _count_faults() -> int:
+    """Return how many pages this process has read back from a disk."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _read_counts_s() -> tuple[float, float, float, float] | None:

@@ -76,6 +76,7 @@ def test_nothing_is_said_of_a_run_that_was_short_or_took_no_step() -> None:
         ("contention", {"time__core_wait_pct": 60.0}, "others had its cores 60 % of the time"),
         ("contention", {"time__core_limited_pct": 50.0}, "limit of its container"),
         ("memory", {"memory__alloc_retries": 900.0}, "freed its cache 900 times"),
+        ("memory", {"time__memory_wait_pct": 60.0}, "stood still for pages"),
         ("throttled", {"gpu__throttled": 1.0}, "slowed by heat or power"),
         ("compile", {"time__compile_s": 9.0}, "Compiling the step took 45 %"),
         (

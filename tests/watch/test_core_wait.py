@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -103,3 +104,22 @@ def test_a_system_that_does_not_tell_of_waiting_says_nothing(
 ) -> None:
     monkeypatch.setattr(core_wait, "_read_threads_s", lambda: None)
     assert core_wait.CoreWatch().read_core_wait() is None
+
+
+def test_pages_that_are_read_back_are_told_by_the_pressure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only of a process that reads some back itself: the others' pressure is not its own."""
+    pressure = tmp_path / "memory"
+    monkeypatch.setattr(core_wait, "PRESSURE", ("/nowhere", str(pressure)))
+    assert core_wait.CoreWatch().read_memory_wait_pct() is None
+    faults, now = [100], [50.0]
+    monkeypatch.setattr(core_wait, "_count_faults", lambda: faults[0])
+    monkeypatch.setattr(core_wait, "perf_counter", lambda: now[0])
+    pressure.write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=1000000\nfull total=1\n")
+    watch = core_wait.CoreWatch()
+    now[0] += 10
+    pressure.write_text("some avg10=9.00 avg60=0.00 avg300=0.00 total=5000000\nfull total=1\n")
+    assert watch.read_memory_wait_pct() == 0.0
+    faults[0] += 1000
+    assert watch.read_memory_wait_pct() == pytest.approx(40.0)
