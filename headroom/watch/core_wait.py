@@ -7,6 +7,7 @@ nothing is said.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 import psutil
+
+if sys.platform != "win32":
+    import resource
 
 WORKER = "pt_data_worker"  # as PyTorch names the workers of its loaders
 PRESSURE = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")  # of a container, or of all
@@ -125,9 +129,7 @@ def _read_stalled_s() -> float | None:
 
 def _count_faults() -> int:
     """Return how many pages this process has read back from a disk."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    if sys.platform == "win32":
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
