@@ -1,5 +1,7 @@
 """The causes of benchmarks/planted_causes.py that can be said in settings and code of a user's, as
-trainings of Headroom's own: a data set, a loader, a model, an optimizer that is slow.
+trainings of Headroom's own: a data set, a loader, a model, an optimizer that is slow. Checkpoints
+at each second step are none, since their files are written beside the steps, nor are threads, of
+which a training takes as many as it was found to be fastest with.
 
 `python -P -c "from benchmarks.planted_trainings import main; main()" NAME --out FILE [--without]`
 trains one; FILE gets its truth and its run. The own clock is read at each pass of the model, and
@@ -161,13 +163,6 @@ class Narrow(Layers):
         super().__init__(*pool, *layers, nn.Linear(16, 10))
 
 
-class Wide(Layers):
-    """A large first layer, whose checkpoints are large."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(3072, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
 class ManyScales(Timed):
     """Hundreds of small parameters, of which a pass takes one sum."""
 
@@ -242,7 +237,6 @@ class Training:
     without: Settings
     cause: Cause
     steps: int = 240  # that are some seconds with the cause; without there are twice as many
-    env: dict[str, str] = field(default_factory=dict)
     others: int = 0
 
     def choose(self, *, is_planted: bool) -> Settings:
@@ -292,11 +286,7 @@ TRAININGS = {
         _settings({"batch": 2}, "Narrow", train={"batch_size": 2}),
         _settings({"batch": 64}, "Narrow", train={"batch_size": 64}),
         _name_cause("launch", "batch|compile|graph", ""),
-    ),
-    "checkpoints": Training(
-        _settings({"batch": 64}, "Wide", checkpoint={"every_steps": 2}),
-        _settings({"batch": 64}, "Wide"),
-        _name_cause("checkpoint", "checkpoint", "gain"),
+        steps=900,
     ),
     "evaluations": Training(
         _settings({"held": 800}, train={"eval_every_steps": 10}),
@@ -307,12 +297,6 @@ TRAININGS = {
         _settings({}, "ManyScales", optim={**_ADAM["optim"], "args": {"is_slow": True}}),
         _settings({}, "ManyScales", optim={**_ADAM["optim"], "args": {"is_slow": False}}),
         _name_cause("optimizer", "foreach|fused|tensors|loop", "gain"),
-    ),
-    "many_threads": Training(
-        _PLAIN,
-        _PLAIN,
-        _name_cause("threads", "threads", "gain"),
-        env={"OMP_NUM_THREADS": "8"},
     ),
     "contention": Training(_PLAIN, _PLAIN, _name_cause("contention", "other", "gain"), others=4),
     "host_leak": Training(
@@ -329,6 +313,7 @@ TRAININGS = {
             train={"batch_size": 128},
         ),
         _name_cause("host_leak", "graph|grow|grew|list", ""),
+        steps=900,
     ),
     "slow_rank": Training(
         _settings({}, "Late", model_args={"wait_ms": 15.0}, launch={"processes": "2"}),
@@ -356,7 +341,7 @@ def main() -> None:
     asked.add_argument("--without", action="store_true")
     given = asked.parse_args()
     training = TRAININGS[given.name]
-    if given.name not in ("many_threads", "contention"):
+    if given.name != "contention":
         torch.set_num_threads(1)
     others: list[bytes] = []
     if training.others and not given.without:

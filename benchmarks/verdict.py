@@ -145,16 +145,14 @@ class Runner:
         """Return what the loop, or the training, said; None where it came to nothing."""
         out = self.folder / f"{name}.{kind}.{'with' if is_planted else 'without'}.json"
         asked = [name, "--out", str(out), *([] if is_planted else ["--without"])]
-        env: Mapping[str, str] = {}
         if kind == OURS:
             code = "from benchmarks.planted_trainings import main; main()"
             command = ["-P", "-c", code, *asked]
-            env = TRAININGS[name].env if is_planted else {}
         else:
             first = ["-P"] if CAUSES[name].ranks == 1 else _launch(CAUSES[name].ranks)
             more = ["--watch", kind, "--seconds", str(self.seconds)]
             command = [*first, SCRIPT, *asked, *more]
-        return self._read(command, out, env)
+        return self._read(command, out)
 
     def run_healthy(self, kind: str, seed: int, *, is_busy: bool) -> Outcome | None:
         """Return what a healthy run said, and how many cores others had; None where it came to

@@ -148,7 +148,8 @@ def read_figures(run: Mapping[str, Any]) -> Figures:
         run.get("params") or {},
     )
     steps_s, per_s = metrics.get("time/steps_s", 0.0), metrics.get("speed/steps_per_s", 0.0)
-    loop_s = metrics.get("time/train_model_s", 0.0)
+    # The stage of several processes has their start in it.
+    loop_s = figures.profile.get("whole_s") or metrics.get("time/train_model_s", 0.0)
     for part in ("setup", "first_step", COUNTED):
         loop_s -= metrics.get(f"time/{part}_s", 0.0)
     once_s = figures.profile.get("once_s") or {}  # what is written once, at the end
@@ -514,8 +515,8 @@ def _judge_optimizer(figures: Figures) -> Finding | None:
 def _judge_launch(figures: Figures) -> Finding | None:
     operations, work = figures.get("time/step_operations"), figures.get_share(*WORK)
     step_ms = figures.get("time/step_cpu_ms") if figures.is_on_host else figures.step_ms
-    if not operations or not step_ms or work < 0.5:
-        return None
+    if not operations or not step_ms or work < 0.5 or _judge_optimizer(figures):
+        return None  # those of a slow optimizer are its own
     each_us = 1000 * step_ms * work / operations
     text = f"Its operations are tiny: {operations:,.0f} a step of {each_us:.1f} us"
     if figures.is_on_host:

@@ -237,6 +237,7 @@ def _save(
         copy_s=state.train.copy_s,
     )
     by_rank = summarize_ranks(ranks, plan.device.name, measured)
+    profile = accounts.describe()
     slow_rank = find_slow_rank(ranks.all_gather(select_phases(measured)))
     least_rows = min(micro.smallest, ranks.count_most_rows(settings.train.batch_size))
     return TrainFacts(
@@ -262,8 +263,8 @@ def _save(
         held_bytes=held_bytes,
         stats=stats,
         profile={
-            **accounts.describe(),
-            "once_s": {"log": ended_s, "checkpoint": saved_s},
+            **profile,
+            "once_s": {**profile["once_s"], "log": ended_s, "checkpoint": saved_s},
             "slow_rank": slow_rank,
         },
         warnings=(

@@ -202,6 +202,7 @@ class Accounts:
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
         assert self.steps is not None
+        self.phases.clock.end_pass()
         self.steps.drain()
 
     def note_passes(self, *, are_seen: bool) -> None:
@@ -333,7 +334,8 @@ class Accounts:
 
         places: by what the loop said that it did, "" where it says nothing, the kind of work that
         was seen most often there, its line, and the share of the looks that saw it there. hoard:
-        where memory grows, what has a tensor of every second step or more.
+        where memory grows, what has a tensor of every second step or more. whole_s: of the loop,
+        of which once_s, by part, belongs to its end.
         """
         looks = self.looks.summarize()
         growths = {
@@ -345,6 +347,8 @@ class Accounts:
         is_hoarding = growths["memory"] or growths["device"]
         hoard = find_hoard(max(LEAST_KEPT, self._taken[0] // 2)) if is_hoarding else None
         return {
+            "whole_s": self.watch.compute_total_s(),
+            "once_s": {"held": self.watch.seconds[HELD]},
             "hoard": None if hoard is None else asdict(hoard),
             "threads": torch.get_num_threads(),
             "cores": count_cores(),

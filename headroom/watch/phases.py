@@ -50,6 +50,10 @@ class PhaseClock(Protocol):
         """A step is done that took so long, of which so long for its batch, by the host's clock,
         whether it was sampled or not. Only a loop that does not mark each step calls it."""
 
+    def end_pass(self) -> None:
+        """The batch that the step was begun for does not come: what was since then was for the
+        loader, which ends its workers."""
+
     def reset(self) -> None:
         """Forget what was timed so far: the first step holds warm-up and compilation."""
 
@@ -120,6 +124,11 @@ class HostClock:
 
     def add_step(self, step_s: float, wait_s: float) -> None:
         raise AssertionError("each step is marked")
+
+    def end_pass(self) -> None:
+        if self._begun:
+            self._totals["data_wait"] += perf_counter() - self._last
+            self._begun = False
 
     def reset(self) -> None:
         self._totals.clear()
@@ -255,6 +264,9 @@ class EventClock:
 
     def add_step(self, step_s: float, wait_s: float) -> None:
         pass  # the host's time is not the device's
+
+    def end_pass(self) -> None:
+        pass
 
     def count_sampled_steps(self) -> int | None:
         return sum(map(len, self._timed.values()))

@@ -140,6 +140,9 @@ class SampledHostClock(HostClock):
             self._phases = {}
         self._blocks.end_step()
 
+    def end_pass(self) -> None:
+        pass  # whoever adds the steps knows
+
     def reset(self) -> None:
         super().reset()
         self._blocks, self._phases = _Blocks(), {}

@@ -192,6 +192,20 @@ def test_operations_are_tiny_on_a_gpu_where_it_waits_for_their_calls() -> None:
     assert judge(**known, time__host_bound_pct=100.0).bound == "compute"
 
 
+def test_tiny_operations_of_an_optimizer_are_told_of_that() -> None:
+    phases = {**HEALTHY, "forward": 1.0, "backward": 1.0, "optimizer": 9.0}
+    verdict = judge(phases, time__step_operations=5000.0, time__step_cpu_ms=12.0)
+    assert verdict.bound == "optimizer"
+
+
+def test_what_several_processes_take_to_start_is_no_code_between_their_steps() -> None:
+    run = make_run(HEALTHY)
+    run["metrics"]["time/train_model_s"] += 15.0
+    assert judge_run(run).bound == "python"  # type: ignore[union-attr]
+    run["profile"] |= {"whole_s": 26.1, "once_s": {"held": 5.0}}
+    assert judge_run(run).bound == "compute"  # type: ignore[union-attr]
+
+
 def test_steps_of_which_no_part_was_seen_are_no_cause() -> None:
     verdict = judge({"data_wait": 1.0, "optimizer": 2.0, "other": 30.0})
     assert verdict.bound == "mixed" and verdict.gain is None

@@ -76,6 +76,28 @@ def test_one_step_that_was_held_up_does_not_count(monkeypatch: pytest.MonkeyPatc
     assert clock.compute_step_seconds() == pytest.approx({"forward": 0.0012})
 
 
+def test_what_ends_a_pass_over_a_loader_is_a_wait_and_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(phases, "perf_counter", lambda: now[0])
+    clock = phases.HostClock()
+    clock._next_reference = 1e9
+    for _ in range(2):
+        clock.begin(sample=False)
+        for phase in ("data_wait", "forward"):
+            now[0] += 1.0
+            clock.mark(phase)
+    clock.begin(sample=False)
+    now[0] += 4.0  # its workers end
+    clock.end_pass()
+    clock.end_pass()
+    assert clock.compute_step_seconds() == {"data_wait": 3.0, "forward": 1.0}
+    clock.begin(sample=False)
+    clock.collect()
+    assert clock._fast._counts.total() == 2
+
+
 def test_laps_share_out_the_whole_time() -> None:
     watch = phases.Stopwatch()
     for part in ("a", "b", "a"):
