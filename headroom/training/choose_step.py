@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -170,6 +171,7 @@ class TunedStep:
         self.plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
+        self._left_s: Callable[[], float] = lambda: inf
         self._rows = rows  # of whole batches: only these are tried and compiled
         self._shape: Any = None  # of such a batch
         self._best: StepTaker = step
@@ -192,6 +194,10 @@ class TunedStep:
         if self._script is None:
             return self._best(batch, norm=norm, watched=watched)
         return self._try(batch, norm=norm, watched=watched)
+
+    def end_by(self, left_s: Callable[[], float]) -> None:
+        """The run ends when its time is over: left_s tells how many seconds are left."""
+        self._left_s = left_s
 
     def state(self) -> dict[str, Any]:
         """Return which way was chosen, once it was; see checkpoint/."""
@@ -306,7 +312,7 @@ class TunedStep:
         said = f"a step takes {format_seconds(plain_s)}"
         if name == "graph":
             said += f" plainly and {format_seconds(best_s)} as a graph"
-        left_s = self._left * best_s
+        left_s = min(self._left * best_s, self._left_s())
         refusal = self._find_obstacle(left_s)
         if refusal:
             self._settle(best, StepChoice(name, f"{said}; {refusal}", plain_s))

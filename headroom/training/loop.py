@@ -6,6 +6,7 @@ may go on for now is limited by seconds, a time of the clock, or a request; no s
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
@@ -224,6 +225,10 @@ class TimeBudget:
         if train.until is not None:
             end_s = compute_end_time(train.until, now_s())
             self._ends.append((now_s, end_s, f"train.until: it is {train.until}"))
+
+    def compute_left_s(self) -> float:
+        """Return the seconds until the first end; infinity where there is none."""
+        return min((end_s - clock() for clock, end_s, _ in self._ends), default=math.inf)
 
     def __call__(self) -> StopRequest | None:
         stop = self._asked()

@@ -124,6 +124,7 @@ def _train(
         place = stack.enter_context(take_place(plan, past=past, ranks=ranks))
         state = build_state(plan, place, stack, folder=folder, log=log, resumes=resumes)
         stop = TimeBudget(plan.settings.train, asked)
+        state.tuned.end_by(stop.compute_left_s)
         check_stop = agree_on_stop(stop, ranks, every=plan.schedule.log_every)
         result = _fit_and_judge(state, plan, place, check_stop, folder)
         return _save(state, plan, place, result, folder)

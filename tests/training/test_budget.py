@@ -1,5 +1,6 @@
 """How long a training may go on, by clocks that somebody sets and that go back once a year."""
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -93,6 +94,8 @@ def test_seconds_are_counted_though_the_clock_is_set() -> None:
     budget = TimeBudget(TrainConfig(max_s=60, until="06:30"), lambda: None, **clocks)
     for now_s[0] in (_utc("2026-06-01 19:00"), _utc("2026-06-02 03:00")):
         assert budget() is None
+    assert budget.compute_left_s() == 60
+    assert TimeBudget(TrainConfig(), lambda: None).compute_left_s() == math.inf
     passed_s[0] += 60
     stop = budget()
     assert stop is not None and stop.reason == "train.max_s: 60.0 s are over"

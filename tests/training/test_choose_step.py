@@ -109,6 +109,18 @@ def test_a_short_run_is_not_compiled_and_says_why(monkeypatch) -> None:
     assert set(tuned.verdict.make_metrics()) == {"time/plain_step_ms"}
 
 
+def test_a_run_that_ends_by_the_clock_is_not_compiled_for_steps_it_never_takes(
+    monkeypatch,
+) -> None:
+    """A thousand epochs that end after six seconds were compiled for four of them."""
+    monkeypatch.setattr(choose_step, "compile_step", lambda *_: pytest.fail("compiled"))
+    step = _tuned(_step(), "auto", steps=10_000_000)
+    step.end_by(lambda: 6.0)
+    _take(step, 40)
+    assert step.verdict.compiled == "no"
+    assert "the 6.00 s left are too short to try compiling" in step.verdict.reason
+
+
 def test_a_run_that_ends_before_it_could_measure_says_so() -> None:
     tuned = _tuned(_step(), "auto", steps=4)
     _take(tuned, 4)
