@@ -342,6 +342,9 @@ def _quote(key: Any) -> str:
     return repr(key[:80]) if type(key) is str else type(key).__name__
 
 
+_NAMES = ("attribute ", "local ", "module ", "of class ")
+
+
 @dataclass(frozen=True)
 class Hoard:
     """A list, a deque or a dict by step that has a tensor of many steps."""
@@ -372,8 +375,10 @@ def find_hoard(least: int) -> Hoard | None:
     last = _find_tensors(_get_last(best))
     if holder is None or not last:
         return None
+    words = holder.split(" in ")  # what holds its holder is not asked for
+    named = next((at for at, word in enumerate(words) if word.startswith(_NAMES)), len(words))
     return Hoard(
-        f"{type(best).__name__} in {holder}",
+        " in ".join([type(best).__name__, *words[: named + 1]]),
         len(best) * len(last),
         tuple(last[0].shape),
         any(tensor.requires_grad and not tensor.is_leaf for tensor in last),
