@@ -234,6 +234,8 @@ def _describe_work(figures: Figures, beside: list[tuple[Rule, Finding]]) -> Verd
     """Return the verdict of a run that nothing holds back but its own work, or no single part."""
     work = figures.get_share(*WORK)
     parts = sorted(figures.shares.items(), key=lambda one: -one[1])
+    if work >= MOSTLY:
+        parts = [one for one in parts if one[0] in WORK]
     listed = ", ".join(f"{_name(part)} {format_percent(share)}" for part, share in parts[:3])
     clause = f". Beside it: {_lower(beside[0][1].text)}" if beside else ""
     others_pct = figures.get("time/core_wait_pct")
