@@ -140,7 +140,7 @@ class HostClock:
         self._fast.count()
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
-        if replayed:
+        if replayed or not self._steps:
             return {}
         return {phase: total / self._steps for phase, total in self._totals.items()}
 

@@ -83,6 +83,9 @@ def test_what_ends_a_pass_over_a_loader_is_a_wait_and_no_step(
     monkeypatch.setattr(phases, "perf_counter", lambda: now[0])
     clock = phases.HostClock()
     clock._next_reference = 1e9
+    clock.begin(sample=False)
+    clock.end_pass()  # of a training that goes on at the end of one
+    assert clock.compute_step_seconds() == {}
     for _ in range(2):
         clock.begin(sample=False)
         for phase in ("data_wait", "forward"):
