@@ -452,7 +452,7 @@ def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) ->
         norms.append(norm)
         return tools.step(batch, norm=norm, watched=watched)
 
-    def begin(step, *, is_log_point):
+    def begin(step, *, is_log_point, is_sampled):
         begun.append((step, is_log_point))
 
     monkeypatch.setattr(tools.optimizer, "set_lr", rates.append)
