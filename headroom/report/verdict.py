@@ -39,7 +39,7 @@ GROWN_SHARE, GROWN_MIB = 0.10, 64.0  # of the memory of the process
 SLOWER = 1.3  # the last step of the slope, at least, as a multiple of the first
 OPTIMIZER = 0.50
 MOSTLY = 0.75  # of the time, from which on the model's own work is all there is to tell
-PER_OPERATION_US = 10.0  # processor time: tiny kernels had 3.6, healthy nets 66 and more
+PER_OPERATION_US = 10.0  # processor time: tiny ones took 6 to 9, of healthy nets a GRU's 9.8
 HOST_BOUND, PER_CALL_US = 80.0, 100.0  # on a GPU: per cent of the steps; and of its own time
 STARTS = 0.5  # of the wait for data, at the starts of passes over the loader
 RETRIES = 0.05  # of the steps, in which the allocator had to free its cache
@@ -365,8 +365,8 @@ def _judge_slowing(figures: Figures) -> Finding | None:
         return None  # it waits for longer, and does no more
     ratio = 1 + growth["change"] / growth["first"]
     mean_ms = figures.get("time/step_cpu_ms") if is_busy else figures.step_ms
-    start_ms = 1000 * growth.get("start", growth["first"])  # a run of before may lack it
-    share = max(0.0, 1 - start_ms / max(mean_ms, 1e-9))  # of the time, above the first pace
+    # Of the time, above the first pace.
+    share = max(0.0, 1 - 1000 * growth["start"] / max(mean_ms, 1e-9))
     line = figures.find_line(BETWEEN) if figures.get_share(BETWEEN) >= TOLD else ""
     return Finding(
         f"Steps grow: the last take {ratio:.1f} times as long as the first{line}",
@@ -442,6 +442,30 @@ def _judge_part(
     return judge_share
 
 
+# What is done between the steps, by its word: what that is, how it is told, and what to do.
+_BETWEEN = {
+    "python": (
+        "Python, its garbage collector included",
+        "Code between the steps takes",
+        "Do it less often, or in another process",
+    ),
+    "data": (
+        "a loader",
+        "It waits for data",
+        "Give the loader to run.batches(), which tells more; take workers",
+    ),
+    "workers": (
+        "the start of a loader's workers",
+        "Starting the workers of a loader takes",
+        "Keep them between epochs (persistent_workers=True), and no more than cores",
+    ),
+    "logging": ("logging, or reading from a device", "Logging takes", LOG_SELDOM),
+    "transfer": ("copying to a device", "Copies to the device take", PIN),
+    "checkpoint": ("torch.save", "Checkpoints take", "Write them less often"),
+    "eval": ("passes of a model", "Evaluations take", "Evaluate less often, or on fewer rows"),
+}
+
+
 def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
     """Return the rule of what lies between the steps and nobody has named, which is of this kind
     by the lines that were seen there."""
@@ -460,27 +484,8 @@ def _judge_between(bound: str) -> Callable[[Figures], Finding | None]:
                 "are made",
                 garbage,
             )
-        words = {
-            "python": "Code between the steps takes",
-            "data": "It waits for data",
-            "workers": "Starting the workers of a loader takes",
-            "logging": "Logging takes",
-            "transfer": "Copies to the device take",
-            "checkpoint": "Checkpoints take",
-            "eval": "Evaluations take",
-        }
-        advice = {
-            "python": "Do it less often, or in another process",
-            "data": "Give the loader to run.batches(), which tells more; take workers",
-            "workers": "Keep them between epochs (persistent_workers=True), and no more than cores",
-            "logging": LOG_SELDOM,
-            "transfer": PIN,
-            "checkpoint": "Write them less often",
-            "eval": "Evaluate less often, or on fewer rows",
-        }
-        return Finding(
-            f"{words[bound]} {format_percent(share)} of the time{line}", advice[bound], share
-        )
+        _, words, advice = _BETWEEN[bound]
+        return Finding(f"{words} {format_percent(share)} of the time{line}", advice, share)
 
     return judge_kind
 
@@ -711,15 +716,7 @@ RULES = (
             _DRAFT,
             _judge_between(bound),
         )
-        for bound, what in (
-            ("python", "Python, its garbage collector included"),
-            ("data", "a loader"),
-            ("workers", "the start of a loader's workers"),
-            ("logging", "logging, or reading from a device"),
-            ("transfer", "copying to a device"),
-            ("checkpoint", "torch.save"),
-            ("eval", "passes of a model"),
-        )
+        for bound, (what, _, _) in _BETWEEN.items()
     ),
     Rule(
         "optimizer",

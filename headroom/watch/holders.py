@@ -1,10 +1,9 @@
 """Find which tensors are alive on a device, how many bytes they hold, and who holds an object,
 in words a person can act on: "list in module my_hooks, name 'kept'"; and which list it is that has
-a tensor of each step. Tensors are found through
-Python's garbage collector, gradients and autograd graphs included; bytes are counted once per
-storage, since views share one. Fake, meta, functorch and wrapper tensors, which hold no memory
-of their own, count nothing. Objects are only read: no property of a foreign object is called,
-no hook is run, and no reference is kept.
+a tensor of each step. Tensors are found through Python's garbage collector, gradients and autograd
+graphs included; bytes are counted once per storage, since views share one. Fake, meta, functorch
+and wrapper tensors, which hold no memory of their own, count nothing. Objects are only read: no
+property of a foreign object is called, no hook is run, and no reference is kept.
 """
 
 from __future__ import annotations

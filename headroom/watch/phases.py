@@ -88,7 +88,7 @@ class HostClock:
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = defaultdict(float)
-        self._fast, self._reference = _FastTimes(), _FastTimes()
+        self._fast, self._reference = FastTimes(), FastTimes()
         with _disable_current_modes():  # nobody's memory
             self._matrix, self._product = torch.ones(2, SIDE, SIDE, dtype=torch.float32)
         self._next_reference, self._references = 0.0, 0
@@ -132,7 +132,7 @@ class HostClock:
 
     def reset(self) -> None:
         self._totals.clear()
-        self._fast, self._reference = _FastTimes(), _FastTimes()
+        self._fast, self._reference = FastTimes(), FastTimes()
         self._first = self._last
         self._steps = 0
 
@@ -160,7 +160,7 @@ class HostClock:
         return self._reference.compute_seconds()
 
 
-class _FastTimes:
+class FastTimes:
     """The 5 % quantile of many times, which are kept as counts by their logarithms."""
 
     def __init__(self) -> None:

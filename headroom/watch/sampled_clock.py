@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from headroom.watch.phases import EventClock, HostClock, PhaseClock
+from headroom.watch.phases import EventClock, FastTimes, HostClock, PhaseClock
 
 WAIT = "data_wait"
 FIRST_BLOCK = 20  # steps; each later one has as many as all before it
@@ -73,6 +73,10 @@ class _Blocks:
         if self.last.steps >= max(FIRST_BLOCK, self._before):
             self._before += self.last.steps
             self.all.append(_Block())
+
+    def count_sampled_steps(self) -> int:
+        """Return how many steps were sampled."""
+        return sum(block.sampled for block in self.all)
 
     def compute_error_pct(
         self, whole_s: float, compute_within_s: Callable[[_Block], float]
@@ -174,7 +178,7 @@ class SampledHostClock(HostClock):
         return sum(block.step_s for block in self._blocks.all)
 
     def count_sampled_steps(self) -> int | None:
-        return sum(block.sampled for block in self._blocks.all)
+        return self._blocks.count_sampled_steps()
 
     def begin_part(self) -> None:
         pass  # the steps before it are done
@@ -199,6 +203,7 @@ class SampledEventClock(EventClock):
         super().__init__(device)
         self._blocks = _Blocks()
         self._sampled_in: deque[_Block] = deque()  # of the steps that are not read yet
+        self._fast = FastTimes()
         self._part_began: Any = None
         self._parts: deque[tuple[str, float, Any, Any]] = deque()  # that are not read yet
         self._waits_s: dict[str, float] = defaultdict(float)
@@ -213,7 +218,7 @@ class SampledEventClock(EventClock):
 
     def reset(self) -> None:
         super().reset()
-        self._blocks = _Blocks()
+        self._blocks, self._fast = _Blocks(), FastTimes()
         self._sampled_in.clear()
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
@@ -233,6 +238,12 @@ class SampledEventClock(EventClock):
         steps = sum(block.steps for block in self._blocks.all)
         return steps * sum(self.compute_step_seconds().values())
 
+    def count_sampled_steps(self) -> int | None:
+        return self._blocks.count_sampled_steps()
+
+    def compute_fast_step_s(self) -> float | None:
+        return self._fast.compute_seconds()
+
     def begin_part(self) -> None:
         self._part_began = self._record_event()
 
@@ -243,6 +254,7 @@ class SampledEventClock(EventClock):
 
     def collect(self) -> None:
         super().collect()
+        self._fast.count()
         while self._parts and self._parts[0][-1].query():
             part, host_s, begin, end = self._parts.popleft()
             self._waits_s[part] += host_s - begin.elapsed_time(end) / 1000
@@ -257,10 +269,10 @@ class SampledEventClock(EventClock):
         )
 
     def _add_sample(self, times: dict[str, float]) -> None:
-        super()._add_sample(times)
         block = self._sampled_in.popleft()
         if times:
             block.add_sample(times)
+            self._fast.add(sum(times.values()))
 
 
 def make_sampled_clock(device: torch.device) -> SampledClock:
