@@ -302,20 +302,18 @@ def _judge_leak(what: str, memory: str) -> Callable[[Figures], Finding | None]:
             f"{what} grows: {format_mebibytes(first)} to {format_mebibytes(first + change)}, "
             f"{per_step_kib:.3g} KiB a step"
         )
-        hoard = figures.profile.get("hoard")
-        if not hoard:
+        kept = figures.profile.get("growing_list")
+        if not kept:
             return Finding(
                 text,
                 "Look for what keeps tensors from step to step: a list of losses keeps their "
                 "graphs; append loss.item() or loss.detach()",
             )
-        shape = "x".join(map(str, hoard["shape"])) or "one number"
-        graphs = ", with their graphs" if hoard["has_graphs"] else ""
+        shape = "x".join(map(str, kept["shape"])) or "one number"
+        graphs = ", with their graphs" if kept["has_graphs"] else ""
         advice = "Append loss.item() or loss.detach()" if graphs else "Keep fewer of them"
-        return Finding(
-            f"{text}: {hoard['holder']} has {hoard['tensors']:,} tensors of {shape}{graphs}",
-            advice,
-        )
+        has = f"{kept['holder']} has {kept['tensors']:,} tensors of {shape}{graphs}"
+        return Finding(f"{text}: {has}", advice)
 
     return judge_memory
 

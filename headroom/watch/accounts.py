@@ -22,7 +22,7 @@ from headroom.ranks.ranks import Ranks
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
 from headroom.watch.core_wait import CoreWatch, count_cores
-from headroom.watch.holders import find_hoard
+from headroom.watch.holders import find_growing_list
 from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.phases import (
@@ -333,9 +333,9 @@ class Accounts:
         workers, the lines of the user's code that were seen, and how steps and memory changed.
 
         places: by what the loop said that it did, "" where it says nothing, the kind of work that
-        was seen most often there, its line, and the share of the looks that saw it there. hoard:
-        where memory grows, what has a tensor of every second step or more. whole_s: of the loop,
-        of which once_s, by part, belongs to its end.
+        was seen most often there, its line, and the share of the looks that saw it there.
+        growing_list: where memory grows, what has a tensor of every second step or more. whole_s:
+        of the loop, of which once_s, by part, belongs to its end.
         """
         looks = self.looks.summarize()
         growths = {
@@ -344,12 +344,14 @@ class Accounts:
             "memory": self.trends.compute_memory_growth(),
             "device": self.trends.compute_memory_growth(of_device=True),
         }
-        is_hoarding = growths["memory"] or growths["device"]
-        hoard = find_hoard(max(LEAST_KEPT, self._taken[0] // 2)) if is_hoarding else None
+        is_growing = growths["memory"] or growths["device"]
+        growing_list = (
+            find_growing_list(max(LEAST_KEPT, self._taken[0] // 2)) if is_growing else None
+        )
         return {
             "whole_s": self.watch.compute_total_s(),
             "once_s": {"held": self.watch.seconds[HELD]},
-            "hoard": None if hoard is None else asdict(hoard),
+            "growing_list": None if growing_list is None else asdict(growing_list),
             "threads": torch.get_num_threads(),
             "cores": count_cores(),
             "workers": self.workers,

@@ -345,7 +345,7 @@ _NAMES = ("attribute ", "local ", "module ", "of class ")
 
 
 @dataclass(frozen=True)
-class Hoard:
+class GrowingList:
     """A list, a deque or a dict by step that has a tensor of many steps."""
 
     holder: str  # in words: "list in module __main__, name 'history'"
@@ -354,7 +354,7 @@ class Hoard:
     has_graphs: bool
 
 
-def find_hoard(least: int) -> Hoard | None:
+def find_growing_list(least: int) -> GrowingList | None:
     """Return the one whose tensors are the most bytes, of those with at least so many entries; None
     where there is none, or nobody knows its name. Costs one pass over all Python objects, some
     0.05 s for half a million."""
@@ -376,7 +376,7 @@ def find_hoard(least: int) -> Hoard | None:
         return None
     words = holder.split(" in ")  # what holds its holder is not asked for
     named = next((at for at, word in enumerate(words) if word.startswith(_NAMES)), len(words))
-    return Hoard(
+    return GrowingList(
         " in ".join([type(best).__name__, *words[: named + 1]]),
         len(best) * len(last),
         tuple(last[0].shape),

@@ -164,7 +164,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self.autocast: torch.dtype | None = None
         self._batch: Any = NO_BATCH
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
-        self._is_late = False  # by its optimizer
+        self._begun_by_optimizer = False  # by its optimizer
         self._is_waiting = False  # for the first batch of the step
         self._is_backward = False
         self._updates = 0  # of optimizers, whoever saw them
@@ -321,7 +321,7 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._is_timed:
             self.accounts.mark(OTHER)
             self._forwards = max(self._forwards, self._passes)
-            self.accounts.note_passes(are_seen=self._passes > 0 or not self._is_late)
+            self.accounts.note_passes(are_seen=self._passes > 0 or not self._begun_by_optimizer)
         if self._counting is not None:
             self._leave_count()
         self._ended_s = perf_counter()
@@ -369,7 +369,7 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._is_counted:
             self._end_counted()
         self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
-        self._is_quiet = self._is_late = self._has_gradients = False
+        self._is_quiet = self._begun_by_optimizer = self._has_gradients = False
         self._forward_by = ""
 
     def _end_counted(self) -> None:
@@ -624,7 +624,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self._is_timed = is_timed
         self._is_quiet = not is_timed and not self._ends_by_passes()
         self._is_open = True
-        self._looks.state, self._looks.is_judging = STEP, False
+        self._looks.state, self._looks.is_evaluating = STEP, False
         self._wait_s = self._aside_s = 0.0
         self._opened_s = perf_counter()
 
@@ -725,7 +725,7 @@ class OwnLoop(Guarded, raising=ASKED):
             self._has_gradients = False
         if not self._is_open:
             if not torch.is_grad_enabled() or self._named:
-                self._looks.is_judging = True
+                self._looks.is_evaluating = True
                 return  # of an evaluation
             self._open()
             if not self._is_timed:
@@ -799,7 +799,7 @@ class OwnLoop(Guarded, raising=ASKED):
             if self._named:
                 return
             self._open()
-            self._is_late = True
+            self._begun_by_optimizer = True
         if not self._is_timed:
             return
         self.accounts.phases.accounts.settle()

@@ -125,7 +125,7 @@ class StackSampler:
 
     def __init__(self) -> None:
         self.state = ""  # what the loop says that it does
-        self.is_judging = False  # a model was called without gradients since the last step
+        self.is_evaluating = False  # a model was called without gradients since the last step
         self.garbage_s = 0.0
         self._watched = threading.get_ident()
         self._seen: Counter[Look] = Counter()
@@ -173,7 +173,7 @@ class StackSampler:
         state, positions = self.state, list_positions(self._watched)
         if positions:
             kind, place = describe_positions(positions)
-            if self.is_judging and state == BETWEEN and kind in (CODE, READ, COPY):
+            if self.is_evaluating and state == BETWEEN and kind in (CODE, READ, COPY):
                 kind = FORWARD
             self._seen[Look(state, kind, place)] += weight
         return bool(positions)

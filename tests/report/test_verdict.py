@@ -255,12 +255,17 @@ def test_memory_that_grows_by_little_or_not_for_sure_is_not_told() -> None:
 
 def test_what_grows_is_named_where_it_was_found() -> None:
     growth = {"memory": {"change": 900, "least": 800, "first": 400}}
-    hoard = {"holder": "list in x", "tensors": 1310, "shape": [], "has_graphs": True}
-    verdict = judge(profile={"growth": growth, "hoard": hoard})
+    growing_list = {"holder": "list in x", "tensors": 1310, "shape": [], "has_graphs": True}
+    verdict = judge(profile={"growth": growth, "growing_list": growing_list})
     assert verdict.bound == "host_leak"
     assert "list in x has 1,310 tensors of one number, with their graphs" in verdict.why
     assert verdict.why.endswith("Append loss.item() or loss.detach()")
-    plain = judge(profile={"growth": growth, "hoard": {**hoard, "shape": [8, 3], "has_graphs": 0}})
+    plain = judge(
+        profile={
+            "growth": growth,
+            "growing_list": {**growing_list, "shape": [8, 3], "has_graphs": 0},
+        }
+    )
     assert "has 1,310 tensors of 8x3. Keep fewer of them" in plain.why
 
 
