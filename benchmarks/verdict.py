@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -56,7 +57,8 @@ NOTES = """
 - right, second: the word is contention, which is so, and the cause is named after it.
 - sentence: names what the planted code is, by a pattern.
 - gain: rows a second without the cause over those with it. holds: it is at most the promised one
-  (5 % are the clock's), and at least half of that. (busy): others had more than 0.3 cores.
+  (5 % are the clock's), and at least half of that. Of several turns, with the cause and without in
+  turns, both are medians. (busy): others had more than 0.3 cores.
 - without it: what is said of the same loop without the cause.
 """
 BUSY_CORES = 0.3  # that others had, from which a machine was not free
@@ -132,6 +134,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """How many times as fast a loop is without its cause, and may be by the verdict."""
+
+    measured: float
+    promised: float | None
+
+
+@dataclass(frozen=True)
 class Runner:
     """Runs loops of one checkout of the project, and keeps what they say."""
 
@@ -141,9 +151,11 @@ class Runner:
     traceml: Path | None
     again: bool  # runs are judged anew, by the rules as they are now
 
-    def run(self, name: str, kind: str, *, is_planted: bool) -> Outcome | None:
+    def run(self, name: str, kind: str, *, is_planted: bool, turn: int = 0) -> Outcome | None:
         """Return what the loop, or the training, said; None where it came to nothing."""
-        out = self.folder / f"{name}.{kind}.{'with' if is_planted else 'without'}.json"
+        again = f".{turn}" if turn else ""
+        planted = "with" if is_planted else "without"
+        out = self.folder / f"{name}.{kind}.{planted}{again}.json"
         asked = [name, "--out", str(out), *([] if is_planted else ["--without"])]
         if kind == OURS:
             code = "from benchmarks.planted_trainings import main; main()"
@@ -264,6 +276,7 @@ def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--kinds", nargs="*", default=["told", "plain", OURS])
     asked.add_argument("--only", nargs="*")
+    asked.add_argument("--turns", type=int, default=1, help="of each loop, for its gain")
     asked.add_argument("--healthy", type=int, default=0)
     asked.add_argument("--seconds", type=float, default=SECONDS)
     asked.add_argument("--keep", type=Path)
@@ -296,7 +309,7 @@ def _report(runner: Runner, given: argparse.Namespace) -> Iterator[str]:
     yield NOTES.rstrip()
     for kind in given.kinds:
         yield from ("", f"## {TITLES[kind]}", "")
-        yield from _judge_causes(runner, _list_causes(kind, given), kind)
+        yield from _judge_causes(runner, _list_causes(kind, given), kind, turns=given.turns)
     if given.healthy:
         yield from ("", "## Healthy runs", "")
         yield from _judge_healthy(runner, given.healthy)
@@ -355,7 +368,7 @@ def _compute_our_share(found: Outcome, *phases: str) -> float:
 # The verdict beside the truth.
 
 
-def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[str]:
+def _judge_causes(runner: Runner, names: Sequence[str], kind: str, *, turns: int) -> Iterator[str]:
     yield (
         "| cause | right words | share by its clock | ours | right | its sentence | share told | "
         "within | gain promised | measured | holds | without it | TraceML |"
@@ -364,17 +377,24 @@ def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[s
     right = beside = total = clean = 0
     for name in names:
         cause = TRAININGS[name].cause if kind == OURS else CAUSES[name]
-        found = runner.run(name, kind, is_planted=True)
-        without = runner.run(name, kind, is_planted=False)
+        pairs = [
+            tuple(runner.run(name, kind, is_planted=p, turn=turn) for p in (True, False))
+            for turn in range(turns)
+        ]
+        found, without = pairs[0]
         if found is None or without is None:
             yield f"| {name} | failed |"
             continue
+        gains = [b.rows_per_s / max(a.rows_per_s, 1e-9) for a, b in pairs if a and b]
+        promises = [read_gain(a.why) for a, _ in pairs if a is not None and a.is_right(cause)]
+        gain = Gain(median(gains), median([p for p in promises if p] or [0.0]) or None)
         total += 1
         right += found.is_right(cause)
         beside += not found.is_right(cause) and found.is_right_beside(cause)
         is_so = without.bound == "contention" and without.is_shared
         clean += without.bound not in cause.words or without.bound in HEALTHY or is_so
-        yield _judge(name, cause, found, without, runner.trace(name) if kind == "told" else "")
+        other = runner.trace(name) if kind == "told" else ""
+        yield _judge(name, cause, found, without, gain, other)
     yield ""
     yield (
         f"Right: {right} of {total}, and {beside} after the others who had the cores. Without the "
@@ -382,12 +402,14 @@ def _judge_causes(runner: Runner, names: Sequence[str], kind: str) -> Iterator[s
     )
 
 
-def _judge(name: str, cause: Cause, found: Outcome, without: Outcome, other: str) -> str:
-    gain = without.rows_per_s / max(found.rows_per_s, 1e-9)
+def _judge(
+    name: str, cause: Cause, found: Outcome, without: Outcome, gains: Gain, other: str
+) -> str:
+    gain = gains.measured
     share = 100 * (1 - 1 / gain) if cause.of == "gain" else found.compute_share(cause.of)
     names_it = bool(re.search(cause.says, found.why, re.IGNORECASE))
     told = found.why.partition(BESIDE)[2] if found.is_right_beside(cause) else found.why
-    said, promised = read_share(told), read_gain(told)
+    said, promised = read_share(told), gains.promised or read_gain(told)
     is_within = said is not None and abs(said - share) <= POINTS
     holds = promised is not None and gain <= promised * SLACK and gain - 1 >= (promised - 1) / 2
     is_busy = found.is_shared or without.is_shared

@@ -42,7 +42,7 @@ from headroom.settings.run_config import find_notify_problem
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
 from headroom.watch import leaks
-from headroom.watch.guard import Guarded, guard, take_own_error
+from headroom.watch.guard import Guarded, guard, mark_guarded, take_own_error
 from headroom.watch.logged_values import check_name, take_step
 from headroom.watch.oom_report import OutOfMemory, explain_out_of_memory, find_part
 from headroom.watch.out_of_memory import is_oom
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
 _turns = count(1)  # accounts of this process: the same on all ranks of a program
 _measuring: dict[str, int] = {}  # accounts that are open, by the device whose peaks they measure
+BLOCKS = 32  # contexts of phases that are kept: a loop that makes up names makes no end of them
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
@@ -114,6 +115,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         self._asked, self._source, self._is_quiet = (device, (model, optimizer)), source, quiet
         self._turn = next(_turns)
         self._loop: OwnLoop | None = None
+        self._blocks: dict[str | None, AbstractContextManager[None]] = {}  # contexts, by phase
         self._device: DeviceFacts | None = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._handler: Any = None  # of SIGTERM, as it was
@@ -200,25 +202,42 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         is timed and their rows are counted."""
         return Batches(loader, lambda: self.loop.iterate_batches(loader))
 
-    @partial(guard, otherwise=lambda *_: nullcontext())
+    @mark_guarded
     def step(self) -> AbstractContextManager[None]:
         """Return the context of one step of the loop."""
-        loop = self.loop
-        return _Block(loop.begin_step, loop.end_step, loop.drop_step)
+        block = self._blocks.get(None)
+        return self._make_block(None) if block is None else block
 
-    @partial(guard, otherwise=lambda *_, **__: nullcontext())
+    @mark_guarded
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of a phase of a step, or of a part of the run beside its steps."""
-        loop = self.loop
-        return _Block(partial(loop.begin_phase, name), loop.end_phase, loop.drop_phase)
+        block = self._blocks.get(name) if type(name) is str else None
+        return self._make_block(name) if block is None else block
 
+    @partial(guard, otherwise=lambda *_: nullcontext())
+    def _make_block(self, name: str | None) -> AbstractContextManager[None]:
+        """Return the context of a phase, or of a step, which has no name, and keep it."""
+        loop = self.loop
+        block = loop.make_step_block() if name is None else loop.make_phase_block(name)
+        if (name is None or type(name) is str) and len(self._blocks) < BLOCKS and not loop.is_deaf:
+            self._blocks[name] = block
+        return block
+
+    @mark_guarded
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics; tensors on a device are read later, without waiting for it. What is logged
         after the end belongs to the record, too."""
-        loop = self.loop
-        if not loop.is_deaf:
+        loop = self._loop
+        if loop is not None and not loop.is_deaf:
             loop.log(metrics, step)
-        elif self._program is not None:
+        else:
+            self._log_late(metrics, step)
+
+    @guard
+    def _log_late(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Log what comes after the end, or where nothing is measured."""
+        loop = self.loop
+        if self._program is not None:
             taken = {name: float(value) for name, value in loop.values.take(metrics).items()}
             at = take_step(loop.done if step is None else step, loop.done)
             if not self._is_over:
@@ -525,23 +544,6 @@ class Batches:
         if name == "_loader":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._loader, name)
-
-
-class _Block:
-    """A context of two calls, and a third where an error leaves it; made at each step, so cheap."""
-
-    __slots__ = ("_begin", "_drop", "_end")
-
-    def __init__(
-        self, begin: Callable[[], None], end: Callable[[], None], drop: Callable[[], None]
-    ) -> None:
-        self._begin, self._end, self._drop = begin, end, drop
-
-    def __enter__(self) -> None:
-        self._begin()
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        (self._end if kind is None else self._drop)()
 
 
 def _is_within_step(loop: OwnLoop, _: object) -> bool:

@@ -236,8 +236,10 @@ class Alerts:
             self._longest_s = max(self._longest_s, now_s - self._added_s)
         self._added_s, self._thread = now_s, threading.get_ident()
         self._step = max(self._step, step)
-        self._loss_name = self._loss_name or _find(LOSSES, metrics)
-        self._norm_name = self._norm_name or _find(NORMS, metrics)
+        if not self._loss_name:
+            self._loss_name = _find(LOSSES, metrics)
+        if not self._norm_name:
+            self._norm_name = _find(NORMS, metrics)
         loss, norm = metrics.get(self._loss_name), metrics.get(self._norm_name)
         if loss is not None and isfinite(loss):
             self._judge_loss(loss, step)

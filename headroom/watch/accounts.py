@@ -199,6 +199,15 @@ class Accounts:
         if begins_next:
             self.begin_step(step + 1)
 
+    def add_plain_steps(self, times: Sequence[tuple[float, float]], *, rows: int) -> None:
+        """These steps are done, of which nothing was measured within, and which were no log points.
+        times: seconds of each, and of those how many it waited for its batch. rows: of all."""
+        assert self.steps is not None
+        for step_s, wait_s in times:
+            self.phases.clock.add_step(step_s, wait_s)
+        self.steps.add_plain_steps(len(times), rows=rows)
+        self._taken = self._taken[0] + len(times), self._taken[1] + rows
+
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
         assert self.steps is not None

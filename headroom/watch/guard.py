@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import wraps
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch.compiler import is_compiling
 
 log = logging.getLogger(__name__)
+Method = TypeVar("Method", bound=Callable[..., Any])
 TAKE = "take_error"
 OURS = ("headroom.",)  # modules; of a class that somebody derives, the methods are theirs
 
@@ -72,6 +73,42 @@ def guard(
     guarded: Any = call if otherwise or has_result or not is_plain else call_plainly
     guarded.is_guarded = True
     return cast(Callable[..., Any], guarded)
+
+
+def mark_guarded(method: Method) -> Method:
+    """Return the method, which keeps its own errors to itself and needs no other guard."""
+    method.is_guarded = True  # type: ignore[attr-defined]
+    return method
+
+
+class Block:
+    """A context of two guarded calls, and a third where an error leaves it. It has no state: a loop
+    enters the same one at each step."""
+
+    __slots__ = ("_begin", "_drop", "_end", "_owner")
+
+    def __init__(
+        self,
+        owner: Guarded,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        drop: Callable[[], None],
+    ) -> None:
+        self._owner, self._begin, self._end, self._drop = owner, begin, end, drop
+
+    def __enter__(self) -> None:
+        if not self._owner.is_deaf:
+            try:
+                self._begin()
+            except Exception as error:
+                take_own_error(self._owner, error)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if not self._owner.is_deaf:
+            try:
+                (self._end if kind is None else self._drop)()
+            except Exception as error:
+                take_own_error(self._owner, error)
 
 
 def take_own_error(guarded: Guarded, error: Exception) -> None:

@@ -102,7 +102,10 @@ def take_number(value: Any) -> float | Tensor | None:
             return None
         if value.device.type == "cpu":
             return float(value.item())
-        return None if value.is_meta else value.detach().reshape(()).clone()
+        if value.is_meta:
+            return None
+        value = value.detach()  # each of these costs some microseconds at each step that is logged
+        return (value.reshape(()) if value.dim() else value).clone()
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +31,7 @@ from headroom.base.names import COUNTED, OTHER
 from headroom.watch.accounts import AFTER, Accounts, LoopFacts
 from headroom.watch.allocation_log import ACTIVATIONS, AllocationLog
 from headroom.watch.allocators import Allocator, NoAllocator
-from headroom.watch.guard import Guarded, Hook, guard, take_own_error
+from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error
 from headroom.watch.holders import SAVED, find_live_tensors
 from headroom.watch.kernel_memory import KernelMemory
 from headroom.watch.leaks import has_compiled, measure_held_memory
@@ -49,6 +49,7 @@ PHASES = [phase.name for phase in names.list_phases(names.PhaseKind.STEP) if pha
 BESIDE = [phase.name for phase in names.list_phases(names.PhaseKind.TRAINING) if phase.is_named]
 READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 EARLY_STEPS = 200  # of which more are timed, since a short run has no others
+MANY_STEPS = 2000  # after which fewer are: enough were by then
 PENDING = 100  # metrics on the device that may wait for a log point
 LEAF = "torch::autograd::AccumulateGrad"  # a node of a graph that computes nothing
 NODES = 20_000  # of a graph that are counted
@@ -100,8 +101,11 @@ class _GuardedLog(AllocationLog):
                 take_own_error(self._owner, error)
 
 
-# What the account itself asks, at the end, under its own guard.
-ASKED = ("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end")
+# What the account itself asks, under its own guard.
+ASKED = (
+    *("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end"),
+    *("make_step_block", "make_phase_block"),
+)
 
 
 class OwnLoop(Guarded, raising=ASKED):
@@ -156,8 +160,12 @@ class OwnLoop(Guarded, raising=ASKED):
         self._late_s = 0.0  # waits of steps that never came, which are the next one's
         self._wait_s = self._aside_s = 0.0  # of the step that has begun: for batches; not its own
         self._metrics.begin(0)
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._is_timed = False  # the step that has begun
+        self._is_plain = False  # nothing of it is measured but how long it takes
+        self._next = 1  # the next step of which more is
+        self._plain_times: list[tuple[float, float]] = []  # that the accounts do not have yet
+        self._plain_rows = 0
         self._is_quiet = False  # nothing is asked of its passes
         # What the first model was given first, without memory, and the type that autocast had.
         self.given: Any = None
@@ -179,6 +187,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self._is_counted = False  # the step that has begun is left out of the speed
         self._counted = (0, 0)  # steps that were, and their rows
         self._count_s = 0.0  # that they took, all together
+        self._parts: int | None = None  # modules and parameters of what is watched
         self._began_s = self._first_s = 0.0  # when the first step began, and when it ended
         self._forwards = 1  # passes of a step, at most
         self._passes = 0  # of the step that has begun
@@ -195,6 +204,7 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def watch(self, *things: Any) -> None:
         """Watch these models and optimizers, or lists of them, from now on; each once."""
+        self._parts = None
         for thing in _flatten(things):
             if not isinstance(thing, (nn.Module, Optimizer)):
                 self._tell(_describe_unwatched(thing))
@@ -269,7 +279,11 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._late_s += perf_counter() - self._asked_s  # workers are ended here
                 self._is_open = self._is_asked  # else a step that never came
                 return
-            self.end_wait(batch)
+            try:
+                if not self.is_deaf:
+                    self._take_batch(batch)
+            except Exception as error:
+                take_own_error(self, error)
             if is_first and self.done:
                 self.accounts.first_waits_s += self._wait_s
             yield batch
@@ -290,26 +304,45 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
         """The batch is there, of so many rows; by default those of its first tensor."""
+        self._take_batch(batch, rows)
+
+    def _take_batch(self, batch: Any, rows: int | None = None) -> None:
         self._is_waiting = False
-        self._mark(WAIT)
+        if self._is_timed:
+            self._mark(WAIT)
         self._wait_s += perf_counter() - self._asked_s
         self._looks.state = STEP
-        self._note_batch(batch)
+        first = batch[0] if type(batch) in (tuple, list) and batch else batch
+        if type(first) is not Tensor:  # a dict, or a tensor that is more than one
+            self._note_batch(batch)
+            if rows is None:
+                with suppress(RuntimeError):  # of a nested tensor
+                    rows = nested.count_rows(batch)
+            self._step_rows += rows or 0
+            return
+        self._batch = batch
+        try:
+            self.batch_shape = shape = first.shape
+        except RuntimeError:  # a nested tensor has none
+            shape, rows = torch.Size(), rows or 0
         if rows is None:
-            with suppress(RuntimeError):  # of a nested tensor
-                rows = nested.count_rows(batch)
-        self._step_rows += rows or 0
+            rows = shape[0] if shape else nested.count_rows(batch)
+        self._step_rows += rows
 
     def begin_step(self) -> None:
         """A step of the loop begins, that ends where `end_step` is called."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         if self._is_open and self._is_asked:
             return
         if not self._is_open:
             self._open()
-        else:
+        elif self._is_timed:
             self._mark(OTHER)
         self._is_asked = True
-        self._count()
+        if not self._is_plain:
+            self._count()
 
     def end_step(self, *, rows: int | None = None) -> None:
         """The step is done. rows: that it was trained on, where no batch has told."""
@@ -317,6 +350,9 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def _end_step(self, rows: int | None = None) -> None:
         if not self._is_open:
+            return
+        if self._is_plain:
+            self._end_plain_step(rows)
             return
         if self._is_timed:
             self.accounts.mark(OTHER)
@@ -347,10 +383,41 @@ class OwnLoop(Guarded, raising=ASKED):
             begins_next=False,
             is_counted=is_counted,
         )
+        self.accounts.skip_step()  # until one begins of which more is measured
+        self._next = next(filter(_is_watched, count(self.done + 1)))
         if self.done == 1:
             self._first_s = perf_counter()
         if self._lines:
             self._keep_lines()
+
+    def _end_plain_step(self, rows: int | None) -> None:
+        """End a step as most are: what is done here each step pays."""
+        if self._counting is not None:
+            self._leave_count()
+        self._ended_s = now_s = perf_counter()
+        step_s, wait_s = now_s - self._opened_s - self._aside_s, self._wait_s
+        if self._late_s:
+            step_s, wait_s, self._late_s = step_s + self._late_s, wait_s + self._late_s, 0.0
+        self._plain_times.append((step_s, wait_s if wait_s < step_s else step_s))
+        self._looks.state = BETWEEN
+        self.done += 1
+        if rows is None:
+            rows = self._step_rows
+        self.rows += rows
+        self._plain_rows += rows
+        self._step_rows, self._batch = 0, NO_BATCH
+        self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
+        self._is_quiet = self._has_gradients = False
+        self._forward_by = ""
+        if self._lines and now_s - self._kept_s >= READ_EVERY_S:
+            self._keep_lines()
+
+    def _settle_plain_steps(self) -> None:
+        """Let the accounts have the steps that were plain."""
+        if self._plain_times:
+            times, self._plain_times = self._plain_times, []
+            rows, self._plain_rows = self._plain_rows, 0
+            self.accounts.add_plain_steps(times, rows=rows)
 
     def mark(self, phase: str) -> None:
         """What the step has done since the last mark was this phase."""
@@ -362,6 +429,9 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
+        self._drop_step()
+
+    def _drop_step(self) -> None:
         self._leave_count()
         self._forget_step()
 
@@ -380,6 +450,13 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def begin_phase(self, name: str) -> None:
         """The loop does this from here on: a phase of its step, or a part of the run beside it."""
+        self._begin_phase(name)
+
+    def _begin_phase(self, name: str) -> None:
+        if self._is_quiet and name in PHASES:
+            self._named.append((name, False))
+            self.stage = name
+            return
         if name not in PHASES and name not in BESIDE:
             choices = ", ".join((*PHASES, *BESIDE))
             self._tell(f"phase: is one of {choices} (got {name!r}); it counts as {OTHER}")
@@ -407,6 +484,9 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def end_phase(self) -> None:
         """What the last `begin_phase` has begun is done."""
+        self._end_phase()
+
+    def _end_phase(self) -> None:
         if not self._named:
             return
         name, is_apart = self._named.pop()
@@ -423,11 +503,22 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def drop_phase(self) -> None:
         """What the last `begin_phase` has begun has failed."""
+        self._drop_phase()
+
+    def _drop_phase(self) -> None:
         if not self._named:
             return
         name, _ = self._named[-1]
-        self.end_phase()
+        self._end_phase()
         self.stage = name
+
+    def make_step_block(self) -> Block:
+        """Return the context of a step."""
+        return Block(self, self._begin_step, self._end_step, self._drop_step)
+
+    def make_phase_block(self, name: str) -> Block:
+        """Return the context of what the loop calls by this name."""
+        return Block(self, partial(self._begin_phase, name), self._end_phase, self._drop_phase)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log these metrics: numbers, or tensors of one, which are read at a log point.
@@ -437,13 +528,17 @@ class OwnLoop(Guarded, raising=ASKED):
         at = self.done + self._is_open
         if step is not None:
             at = take_step(step, at)
-        if not any(isinstance(number, Tensor) for number in taken.values()):
-            self._add_line(taken, at)  # type: ignore[arg-type]
+        for number in taken.values():
+            if type(number) is not float:
+                break
+        else:
+            self._lines.append((taken, at))
             return self._keep_lines()
         self._metrics.add_metrics(taken, at)
         self._pending += 1
         if self._pending >= PENDING:
             self._pending = 0
+            self._settle_plain_steps()
             self._metrics.read()
         return None
 
@@ -461,8 +556,10 @@ class OwnLoop(Guarded, raising=ASKED):
     def end(self) -> None:
         """Measure no more, whatever state this is in; keep what was measured."""
         self.is_deaf = True
+        with suppress(Exception):
+            self._settle_plain_steps()
         self.accounts.looks.stop()
-        self._is_timed = self._is_open = False
+        self._is_timed = self._is_plain = self._is_open = False
         for hook in self._called:  # not removed: one of them may be what calls
             hook.call = self._rest
         with suppress(Exception):  # it may be this that has failed
@@ -520,6 +617,7 @@ class OwnLoop(Guarded, raising=ASKED):
         writing costs as much as ten lines."""
         now_s = perf_counter()
         if at_once or now_s - self._kept_s >= READ_EVERY_S or len(self._lines) >= PENDING:
+            self._settle_plain_steps()
             lines, self._lines, self._kept_s = self._lines, [], now_s
             if lines:
                 self._log(lines)
@@ -610,23 +708,25 @@ class OwnLoop(Guarded, raising=ASKED):
         return None
 
     def _open(self) -> None:
-        if not self.done:
-            self.accounts.lap("setup")
-            self._began_s = perf_counter()
         step, self.stage, self.has_updated = self.done + 1, "", False
         self._passes = 0
-        is_timed = _is_sampled(step)
-        if is_timed or step % LOG_EVERY == 0 or step in EARLY:
-            self.accounts.begin_step(step, is_sampled=is_timed)
-            is_timed = is_timed or self.accounts.watched is not Watched.NOT
-        else:
-            self.accounts.skip_step()
-        self._is_timed = is_timed
-        self._is_quiet = not is_timed and not self._ends_by_passes()
+        self._is_plain = step < self._next
+        self._is_timed = not self._is_plain and self._begin_watched_step(step)
+        self._is_quiet = not (self._is_timed or self._ends_by_passes())
         self._is_open = True
         self._looks.state, self._looks.is_evaluating = STEP, False
         self._wait_s = self._aside_s = 0.0
         self._opened_s = perf_counter()
+
+    def _begin_watched_step(self, step: int) -> bool:
+        """Begin a step of which more is measured than its time; return whether its phases are."""
+        self._settle_plain_steps()
+        if not self.done:
+            self.accounts.lap("setup")
+            self._began_s = perf_counter()
+        is_sampled = _is_sampled(step)
+        self.accounts.begin_step(step, is_sampled=is_sampled)
+        return is_sampled or self.accounts.watched is not Watched.NOT
 
     def _note_loader(self, loader: Any) -> None:
         """Note how many processes feed the loop, where its loader tells."""
@@ -647,8 +747,10 @@ class OwnLoop(Guarded, raising=ASKED):
         if steps:
             cost_s = self._count_s / steps
         else:
-            parts = sum(1 for model in self.models for _ in model.modules())
-            parts += sum(1 for _ in self.list_owned()["parameters"])
+            if self._parts is None:
+                self._parts = sum(1 for model in self.models for _ in model.modules())
+                self._parts += len(self.list_owned()["parameters"])
+            parts = self._parts
             since_s, plain = now_s - self._first_s, self.done - 1
             step_s = since_s / plain if plain else now_s - self._began_s
             cost_s = min(COUNT_STEPS * step_s, self._forwards * parts * COUNT_PART_S or step_s)
@@ -656,6 +758,7 @@ class OwnLoop(Guarded, raising=ASKED):
         return self._count_s + cost_s <= COUNT_SHARE * (now_s - self._began_s)
 
     def _drain(self) -> None:
+        self._settle_plain_steps()
         self.accounts.end_epoch()
         self.accounts.lap("steps")
         self._pending = 0
@@ -705,7 +808,7 @@ class OwnLoop(Guarded, raising=ASKED):
     def _is_hooked(self) -> bool:
         """Return whether what a hook tells is of this loop: of its thread, and not while a graph is
         computed anew for its backward."""
-        return not (self._is_backward or self._is_over or threading.get_ident() != self._thread)
+        return not (self._is_backward or self._is_over or get_ident() != self._thread)
 
     def _keep_given(self, given: Any) -> None:
         try:
@@ -810,7 +913,7 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def _end_update(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1
-        if not self._is_open or self._is_over or threading.get_ident() != self._thread:
+        if not self._is_open or self._is_over or get_ident() != self._thread:
             return
         self.has_updated = True
         if self._is_timed and not self._named:
@@ -831,10 +934,18 @@ def _count_nodes(outputs: Iterable[Tensor]) -> int:
     return sum(node.name() != LEAF for node in seen)
 
 
+def _is_watched(step: int) -> bool:
+    """Return whether more than its time is measured of this step."""
+    return _is_sampled(step) or step % LOG_EVERY == 0 or step in EARLY
+
+
 def _is_sampled(step: int) -> bool:
-    """Return whether this step is timed phase by phase: the first ones, then a quarter, and later a
-    sixteenth of them, not at an even distance, since a loader may be late at each fourth batch."""
-    return step <= TIME_FIRST or step * 7919 % 31 < (8 if step <= EARLY_STEPS else 2)
+    """Return whether this step is timed phase by phase: the first ones, then a quarter, a sixteenth
+    and at last a thirtieth of them, not at an even distance, since a loader may be late at each
+    fourth batch."""
+    if step <= EARLY_STEPS:
+        return step <= TIME_FIRST or step * 7919 % 31 < 8
+    return step * 7919 % 31 < (2 if step <= MANY_STEPS else 1)
 
 
 def list_optimizers(*things: Any) -> list[Optimizer]:

@@ -137,6 +137,11 @@ class StepMetrics:
         if is_timed:
             self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
+    def add_plain_steps(self, steps: int, *, rows: int) -> None:
+        """So many more steps were taken, whose losses nobody tells."""
+        self._step += steps
+        self._timed = (self._timed[0] + steps, self._timed[1] + rows)
+
     def add_metrics(self, metrics: dict[str, float | Tensor], step: int) -> None:
         """Log these metrics of a step, whatever they are called, once their tensors are read."""
         self._given.append(_Given(step, metrics))
