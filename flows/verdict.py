@@ -1,6 +1,6 @@
-"""Says what held a run back: `python -m flows.verdict RUN`; without RUN the newest of this host. A
-run that trains is told as far as it is; one of another host by its id in MLflow. Exit codes: 0
-told, 2 bad input, 130 interrupted.
+"""Says what held a run back: `python -m flows.verdict RUN`; without RUN that of the run
+that was begun or gone on with last on this host. A run that trains is told as far as it is; one of
+another host by its id in MLflow. Exit codes: 0 told, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from headroom.base.event_log import read_end
 from headroom.base.program import Parser
 from headroom.base.units import make_printable
 from headroom.report.verdict import BOUND, WHY, judge_run
-from headroom.run.known_runs import KnownRun, find_called_runs, list_known_runs
+from headroom.run.known_runs import (
+    KnownRun,
+    find_called_runs,
+    find_newest_run,
+    list_known_runs,
+)
 from headroom.tracking.tracking_settings import (
     TrackingError,
     TrackingSettings,
@@ -42,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m flows.verdict",
         description="Say what held a run back, how much would be won, and what to do next.",
     )
-    words = "Its id in MLflow or 6 letters of that, its name, key or folder. Default: the newest."
-    parser.add_argument("run", metavar="RUN", nargs="?", help=words)
+    words = "Its id in MLflow or 6 letters of that, its name, key or folder."
+    default = "Default: the one that was begun or gone on with last."
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{words} {default}")
     parser.add_argument("--json", action="store_true", help="One JSON document.")
     options = parser.parse_args(list(argv))
     try:
@@ -63,16 +69,19 @@ def _find_verdict(word: str | None, where: TrackingSettings) -> dict[str, Any]:
 
     Raises TrackingError where there is none, or several.
     """
-    runs = list_known_runs(Path(where.runs))
-    matches = runs[:1] if word is None else find_called_runs(word, runs)
-    shown = make_printable(word or "", limit=80)
+    runs = Path(where.runs)
+    if word is None:
+        newest = find_newest_run(runs)
+        if newest is None:
+            raise TrackingError(f"RUN: {runs} holds no run yet")
+        return _describe_run(newest)
+    matches = find_called_runs(word, list_known_runs(runs))
+    shown = make_printable(word, limit=80)
     if len(matches) > 1:
         ids = ", ".join(run.run_id[:8] for run in matches)
         raise TrackingError(f"RUN: {shown} is {len(matches)} runs; name one by its id: {ids}")
     if matches:
         return _describe_run(matches[0])
-    if word is None:
-        raise TrackingError(f"RUN: {where.runs} holds no run yet")
     if where.database is not None and not where.database.is_file():
         raise TrackingError(f"RUN: no run is called {shown}; `python -m flows.runs` shows them")
     from headroom.tracking.query_runs import read_tags  # imports mlflow

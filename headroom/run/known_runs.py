@@ -60,7 +60,8 @@ class RunStart:
     after: str = ""  # which class of failure it came
     steps: int = 0  # that it is to take
     epochs: int = 0
-    made_at: float = 0.0  # Unix time; see `choose_made_at`
+    made_at: float = 0.0  # Unix time; see `choose_start_time`
+    resumed_at: float = 0.0  # the same of the last time that it was gone on with
     marks: Sequence[str] = ()  # of the last times that this folder went on; see mark_resume
 
     def write(self, folder: Path) -> None:
@@ -100,7 +101,12 @@ class RunStart:
             with suppress(OSError):
                 spent_s += max(0.0, (folder / LOG).stat().st_mtime - self.began_at)
         return replace(
-            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time(), spent_s=spent_s
+            self,
+            resumed=self.resumed + 1,
+            pid=os.getpid(),
+            began_at=time(),
+            spent_s=spent_s,
+            resumed_at=choose_start_time(folder.parent),
         )
 
 
@@ -120,28 +126,30 @@ def read_start(folder: Path) -> RunStart | None:
 
 
 def list_run_folders(runs: Path) -> list[Path]:
-    """Return the folders of runs, the newest first, by what their start.json says.
+    """Return the folders of runs, the one that was begun or gone on with last first, by what their
+    start.json says.
 
     A folder's name has the time of a clock, which may be that of another time zone, or of the
     hour that comes twice.
     """
     folders = (file.parent for file in runs.glob(f"*/{START}"))
-    return sorted(folders, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
+    return sorted(folders, key=lambda folder: (_read_start_time(folder), folder.name), reverse=True)
 
 
-def choose_made_at(runs: Path) -> float:
-    """Return the `made_at` of a run that is made now: later than that of any run there.
+def choose_start_time(runs: Path) -> float:
+    """Return the time of a run that is begun or gone on with now: later than that of any run there.
 
-    It is the time, but where the clock was set back since the newest run was made.
+    It is the Unix time, but where the clock was set back since.
     """
-    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
-    return max(time(), newest + 0.001)
+    folders = (file.parent for file in runs.glob(f"*/{START}"))
+    return max(time(), max(map(_read_start_time, folders), default=0.0) + 0.001)
 
 
-def _read_made_at(folder: Path) -> float:
+def _read_start_time(folder: Path) -> float:
+    """Return when its run was begun or, later, gone on with; 0 where nobody knows."""
     start = read_json(folder / START)
-    with suppress(KeyError, TypeError, ValueError):
-        return float(start["made_at"])
+    with suppress(TypeError, ValueError):
+        return max(float(start.get(name, 0.0)) for name in ("made_at", "resumed_at"))
     return 0.0
 
 
@@ -356,6 +364,24 @@ def list_known_runs(runs: Path, *, last: int | None = None) -> list[KnownRun]:
     ended = (folder for folder in list_run_folders(runs) if str(folder) not in places)
     runs_there = (run for folder in ended if (run := read_run_folder(folder)) is not None)
     return [*map(_make_live_run, alive), *islice(runs_there, last)]
+
+
+def find_newest_run(runs: Path) -> KnownRun | None:
+    """Return the training that was begun or gone on with last, of those that live and those that
+    ended; None where there is none."""
+    alive = {live.folder: live for live in find_live_runs()}
+    # One that has just been started has no start.json yet, or that of the time before.
+    times = {
+        folder: max(live.started_at, _read_start_time(Path(folder)))
+        for folder, live in alive.items()
+    }
+    newest = max(times, key=lambda folder: times[folder], default="")
+    for folder in list_run_folders(runs):
+        if newest and _read_start_time(folder) <= times[newest]:
+            break
+        if (run := read_run_folder(folder)) is not None:
+            return run
+    return _make_live_run(alive[newest]) if newest else None
 
 
 def find_called_runs(word: str, runs: Sequence[KnownRun]) -> list[KnownRun]:

@@ -30,7 +30,7 @@ from headroom.run.known_runs import (
     PEAK,
     Announcement,
     RunStart,
-    choose_made_at,
+    choose_start_time,
     make_curve_name,
 )
 from headroom.run.messages import Messenger, describe_end
@@ -212,7 +212,7 @@ class Recording:
             self._claim.key,
             pid=os.getpid(),
             began_at=self._clock.began_at,
-            made_at=choose_made_at(self.folder.parent),
+            made_at=choose_start_time(self.folder.parent),
         )
         words = {
             "data": data,

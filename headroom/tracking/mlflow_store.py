@@ -303,7 +303,7 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
     None of a training that may go on from a checkpoint, and none that another process uses.
     """
     old = [f.parent for f in runs.glob(f"*/{SENT}") if _may_remove(f.parent)]
-    old.sort(key=lambda folder: (_read_made_at(folder), folder.name))
+    old.sort(key=lambda folder: (_read_start_time(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
             suppress(OSError),
@@ -315,10 +315,12 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
                 remove_folder(folder)
 
 
-def _read_made_at(folder: Path) -> float:
-    """Return when its run was made, by its start.json: its name has another clock's time."""
-    with suppress(ValueError, TypeError, LookupError):
-        return float(read_json(folder / START)["made_at"])
+def _read_start_time(folder: Path) -> float:
+    """Return when its run was begun or, later, gone on with, by its start.json: its name has
+    another clock's time."""
+    start = read_json(folder / START)
+    with suppress(ValueError, TypeError):
+        return max(float(start.get(name, 0.0)) for name in ("made_at", "resumed_at"))
     return 0.0
 
 
