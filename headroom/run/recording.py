@@ -116,7 +116,8 @@ class Recording:
         told[cause] = text
         log.warning("%s", text)
         self._found.warn(text)
-        self._found.tags["alerts"] = "\n".join(told.values())
+        self._found.tags["alerts"] = alerts = redact("\n".join(told.values()))
+        self._journal.tag({"alerts": alerts})  # MLflow has it at once, whatever becomes of this
         with suppress(OSError):  # a full disk: whoever goes on with the run would tell it again
             self._write(ALERTS, json.dumps(redact_nested(told), indent=1))
         self._messenger.send(f"{self._claim.name} on {socket.gethostname()}: {text}")

@@ -33,6 +33,7 @@ from headroom.base.event_log import (
     read_begins,
     read_end,
     read_json,
+    read_logged_tags,
     read_metrics_before,
 )
 from headroom.base.file_lock import is_held
@@ -326,7 +327,8 @@ def _resend(sender: Sender, dead: str) -> None:
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
             run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
-        run["tags"] = {**stored.data.tags, **run.get("tags", {})}
+        # MLflow may not have been told of the newest of them.
+        run["tags"] = {**stored.data.tags, **read_logged_tags(log), **run.get("tags", {})}
         _append_end(sender.folder, run)
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}

@@ -41,6 +41,7 @@ from headroom.base.event_log import (
     TRAINING_LOCK,
     Sample,
     read_log_ends,
+    read_logged_tags,
     read_metric_batches,
     read_series,
 )
@@ -266,7 +267,7 @@ class Sender:
                     raise
 
     def flush(self, *, most_bytes: float = math.inf) -> None:
-        """Send the metrics that are new, of at most so many bytes of the journal.
+        """Send the metrics and tags that are new, of at most so many bytes of the journal.
 
         Raises what MLflow raises; nothing is lost then.
         """
@@ -278,6 +279,7 @@ class Sender:
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
+                self._send_tags(read_logged_tags(self.folder / LOG, self.state.offset, offset))
                 self.state.offset = offset
                 self.state.damaged += len(bad)
                 bad.clear()
@@ -287,10 +289,13 @@ class Sender:
         sample = self.telemetry.sample().items()
         if sample:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
-        if self.tags:
-            tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in self.tags.items()]
-            self.client.log_batch(self.state.run_id, tags=tags)
-            self.tags.clear()
+        self._send_tags(self.tags)
+        self.tags.clear()
+
+    def _send_tags(self, tags: Mapping[str, str]) -> None:
+        if tags:
+            run_tags = [RunTag(name, text[:TAG_LIMIT]) for name, text in tags.items()]
+            self.client.log_batch(self.state.run_id, tags=run_tags)
 
     def _send(self, samples: list[Sample]) -> None:
         send_metrics(self.client, self.where.database, self.state.run_id, samples)
