@@ -15,8 +15,9 @@ if __name__ == "__main__":
 
     start_command()
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import orjson
 from headroom.base.event_log import read_end
 from headroom.base.program import Parser
 from headroom.base.units import make_printable
-from headroom.report.verdict import BOUND, WHY, judge_run
+from headroom.report.verdict import BOUND, SHARE, WHY, judge_run
 from headroom.run.known_runs import (
     KnownRun,
     find_called_runs,
@@ -84,23 +85,25 @@ def _find_verdict(word: str | None, where: TrackingSettings) -> dict[str, Any]:
         return _describe_run(matches[0])
     if where.database is not None and not where.database.is_file():
         raise TrackingError(f"RUN: no run is called {shown}; `python -m flows.runs` shows them")
-    from headroom.tracking.query_runs import read_tags  # imports mlflow
+    from headroom.tracking.query_runs import read_run  # imports mlflow
 
-    tags = read_tags(where, word)
-    return _describe(tags.get("mlflow.runName", word), tags.get(BOUND), tags.get(WHY))
+    run = read_run(where, word)
+    return _describe(run["name"] or word, run, run["tags"].get(WHY))
 
 
 def _describe_run(run: KnownRun) -> dict[str, Any]:
     end = read_end(Path(run.folder))
     verdict = None if run.live else judge_run(end)
     if verdict is None:
-        tags = end.get("tags") or {}
-        return _describe(run.name, tags.get(BOUND), run.bound or None)
+        return _describe(run.name, end, run.bound or None)
     return {"name": run.name, "run_id": run.run_id, **asdict(verdict)}
 
 
-def _describe(name: str, bound: str | None, why: str | None) -> dict[str, Any]:
-    return {"name": name, "bound": bound, "why": why, "share": None, "gain": None}
+def _describe(name: str, run: Mapping[str, Any], why: str | None) -> dict[str, Any]:
+    """Return the verdict that stands in the record of a run."""
+    bound, share_pct = (run.get("tags") or {}).get(BOUND), (run.get("metrics") or {}).get(SHARE)
+    share = None if share_pct is None or isnan(share_pct) else share_pct / 100
+    return {"name": name, "bound": bound, "why": why, "share": share, "gain": None}
 
 
 if __name__ == "__main__":

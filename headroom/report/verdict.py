@@ -50,6 +50,7 @@ LOG_SELDOM = "Log every 50 steps, and tensors without .item(): it waits for the 
 PIN = "Pin the rows (pin_memory=True) and copy with non_blocking=True, or keep them there"
 BOUND = "bound"
 WHY = "bound.why"
+SHARE = "bound/share_pct"  # a metric
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Verdict:
     def make_tags(self) -> dict[str, str]:
         """Return the tags of the record."""
         return {BOUND: self.bound, WHY: self.why}
+
+    def make_metrics(self) -> dict[str, float]:
+        """Return the metric of the record; none where what is told has no share of the time."""
+        return {} if self.share is None else {SHARE: 100 * self.share}
 
 
 @dataclass(frozen=True)

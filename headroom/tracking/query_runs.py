@@ -118,11 +118,11 @@ def _get_run(client: MlflowClient, run_id: str, where: TrackingSettings, *, prob
         raise TrackingError(f"{problem}: no such run in {store}; see its id in MLflow") from None
 
 
-def read_tags(where: TrackingSettings, run_id: str) -> dict[str, str]:
-    """Return the tags of a run. Raises TrackingError."""
+def read_run(where: TrackingSettings, run_id: str) -> dict[str, Any]:
+    """Return a run as MLflow has it: its name, tags, metrics and more. Raises TrackingError."""
     with _explain(where):
         client = MlflowClient(where.tracking_uri)
-        return dict(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}").data.tags)
+        return _describe_run(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}"))
 
 
 def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
