@@ -1,7 +1,8 @@
 """Lists the trainings of this host: those that live, each by a small file beside the leases that it
 holds locked, with how far they are; and the newest of those that ended, by their folders, with how.
-It asks no server and imports no PyTorch. The lock goes with its process: a file that nobody holds
-is of a training that is gone, and one that can't write such a file trains all the same.
+Each folder says in start.json when its run was begun or gone on with, and by which process. It asks
+no server and imports no PyTorch. The lock goes with its process: a file that nobody holds is of a
+training that is gone, and one that can't write such a file trains all the same.
 """
 
 from __future__ import annotations
@@ -197,19 +198,21 @@ class Announcement:
         self._path = self._place / f"{time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
 
-    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
-        """Return leases that announce here what they wait for, and call `told` with it."""
+    def make_leases(
+        self, wait_s: float, show_waiting: Callable[[str], None] = lambda _: None
+    ) -> Leases:
+        """Return leases that announce here what they wait for, and call `show_waiting` with it."""
         holder = f"process {self.live.pid}, {self.live.name}"
 
         def waits(reason: str) -> None:
             self.tell(waits_for=reason)
-            told(reason)
+            show_waiting(reason)
 
-        return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
+        return Leases(self._place, wait_s=wait_s, holder=holder, show_waiting=waits)
 
-    def tell(self, **known: str | float) -> None:
+    def tell(self, **fields: str | float) -> None:
         """Announce what is known from now on, by the fields of LiveRun."""
-        self.live = replace(self.live, **known)  # type: ignore[arg-type]
+        self.live = replace(self.live, **fields)  # type: ignore[arg-type]
         with suppress(OSError):
             if self._lock is not None:
                 self._lock.write(json.dumps(asdict(self.live)))
@@ -507,9 +510,9 @@ def make_curve_name(name: str) -> str:
     return name.replace("speed/", "speed/recent_", 1) if name.startswith("speed/") else name
 
 
-def _find_speed(known: Mapping[str, float], name: str) -> float | None:
+def _find_speed(metrics: Mapping[str, float], name: str) -> float | None:
     """Return the run's speed; while it lives, its newest."""
-    return known.get(name, known.get(make_curve_name(name)))
+    return metrics.get(name, metrics.get(make_curve_name(name)))
 
 
 def _compute_epoch(step: int | None, run: KnownRun) -> int | None:
