@@ -213,10 +213,10 @@ def judge(figures: Figures) -> Verdict | None:
     largest: dict[str, tuple[Rule, Finding]] = {}
     for one in shares:
         largest.setdefault(one[0].bound, one)
-    told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
+    main_causes = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
-    told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
-    causes = [*first, *told]
+    main_causes.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
+    causes = [*first, *main_causes]
     if not causes and is_short:
         steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
         return Verdict(SHORT, f"Too short to tell: {steps}")
