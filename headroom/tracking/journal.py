@@ -307,19 +307,19 @@ class Journal:
         also those that were told of this very step before this process. age_s: how long ago the
         step was taken."""
         if self.told.steps and step != ONCE:
-            told, first = self.told.steps, step + again
-            metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
+            steps, first = self.told.steps, step + again
+            metrics = {k: v for k, v in metrics.items() if steps.get(k, -1) < first}
         if metrics:
             self.log_steps([(metrics, step, age_s)])
 
-    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
+    def log_steps(self, entries: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
         """Keep metrics of several steps, each with its age, by one write."""
         assert self._log is not None, "log() before create()"
         try:
             self._restore()
             lines = [
                 make_line(metrics, step, unix_ms=self._compute_ms(age_s))
-                for metrics, step, age_s in found
+                for metrics, step, age_s in entries
             ]
             with self._writing:
                 append_line(self._log, b"".join(lines))

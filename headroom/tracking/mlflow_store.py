@@ -70,8 +70,8 @@ def open_experiment(where: TrackingSettings) -> tuple[MlflowClient, str]:
         _provide_database(where.database, where)
     if where.is_sql:
         _connect_once(where.tracking_uri)
-    client, found = _find_experiment_patiently(where)
-    if found is None:
+    client, experiment = _find_experiment_patiently(where)
+    if experiment is None:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
             made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
@@ -80,15 +80,15 @@ def open_experiment(where: TrackingSettings) -> tuple[MlflowClient, str]:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        found = client.get_experiment_by_name(where.experiment)  # another run was first
-    assert found is not None
-    if found.lifecycle_stage == "deleted":
+        experiment = client.get_experiment_by_name(where.experiment)  # another run was first
+    assert experiment is not None
+    if experiment.lifecycle_stage == "deleted":
         raise TrackingError(
             f"run.experiment: {where.experiment!r} was deleted in MLflow; restore it with "
-            f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
+            f"`mlflow experiments restore -x {experiment.experiment_id}`, or choose another name"
         )
-    _keep_view(client, found.experiment_id, found.tags)
-    return client, found.experiment_id
+    _keep_view(client, experiment.experiment_id, experiment.tags)
+    return client, experiment.experiment_id
 
 
 def refuse_folder(path: str) -> None:
