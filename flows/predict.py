@@ -54,7 +54,7 @@ def predict(
         run: latest, a run's id, models:/NAME@ALIAS, models:/NAME/VERSION or models:/MODEL_ID.
         keep: Columns of the input that go to the output too.
         device: Where to predict: auto, gpu, cpu, cuda, cuda:1, ...
-        overwrite: Whether an output that exists may be replaced.
+        overwrite: True if an output that exists may be replaced.
         experiment: Of whose runs latest is the newest that fits. Default: what mlflow.yaml says.
         limit_mib: The most memory to allocate on the device, in MiB.
     """

@@ -167,11 +167,11 @@ def _make_line(
 ) -> Text:
     text = Text(no_wrap=True)
     for name in (name for name in ORDER if name in shown):
-        width, told = max(1, widths[name]), row[name]
-        if cell_len(told) > width:  # the end of a name tells it from others: its time stands there
-            told = ELLIPSIS + told[len(ELLIPSIS) - width :]
-        told = set_cell_size(told, width) if name not in RIGHT else told.rjust(width)
-        text.append(told, style if name in ("state", "run") or style == "bold" else "")
+        width, cell = max(1, widths[name]), row[name]
+        if cell_len(cell) > width:  # the end of a name tells it from others: its time stands there
+            cell = ELLIPSIS + cell[len(ELLIPSIS) - width :]
+        cell = set_cell_size(cell, width) if name not in RIGHT else cell.rjust(width)
+        text.append(cell, style if name in ("state", "run") or style == "bold" else "")
         text.append(" " * BETWEEN)
     text.rstrip()
     return text

@@ -76,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
         time.sleep(ASK_EVERY_S)  # one that begins is announced at once, and one that ends let go
 
 
-def _describe_refusal(word: str, found: Sequence[KnownRun], alive: Sequence[KnownRun]) -> str:
+def _describe_refusal(word: str, matches: Sequence[KnownRun], alive: Sequence[KnownRun]) -> str:
     if alive:
         several = ", ".join(_describe_run(run) for run in alive)
         return (
             f"RUN: {make_printable(word, limit=80)} is {len(alive)} trainings: {several}; name one"
         )
-    if found:
-        return f"RUN: {_describe_run(found[0])} does not train: {_describe_end(found[0])}"
+    if matches:
+        return f"RUN: {_describe_run(matches[0])} does not train: {_describe_end(matches[0])}"
     shown = make_printable(word, limit=80)
     return f"RUN: no training here is called {shown}; `python -m flows.runs` shows them"
 

@@ -28,10 +28,10 @@ class HeadroomTracker(Adapter, GeneralTracker):
     name = "headroom"
     requires_logging_directory = False
 
-    def __init__(self, **asked: Any) -> None:
-        """asked: what `headroom.account` takes. model and optimizer may be those that
+    def __init__(self, **arguments: Any) -> None:
+        """arguments: what `headroom.account` takes. model and optimizer may be those that
         `prepare` is given, or what it returns; params come from `init_trackers`."""
-        super().__init__(**asked)
+        super().__init__(**arguments)
 
     @property
     def tracker(self) -> Account | None:

@@ -23,10 +23,10 @@ class HeadroomCallback(Adapter, Callback):
     """Tells of each `fit` in a run of its own. Of several processes, that of rank 0 tells. What
     `validate` and `test` find after a `fit` belongs to its run."""
 
-    def __init__(self, **asked: Any) -> None:
-        """asked: what `headroom.account` takes; params beside those of the module's `hparams`
+    def __init__(self, **arguments: Any) -> None:
+        """arguments: what `headroom.account` takes; params beside those of the module's `hparams`
         and the Trainer."""
-        super().__init__(**asked)
+        super().__init__(**arguments)
         self._seen: dict[str, Any] = {}  # metrics as they were logged last
 
     def __getstate__(self) -> dict[str, Any]:

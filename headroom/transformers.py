@@ -43,9 +43,9 @@ class HeadroomCallback(Adapter, TrainerCallback):
     Without, the run of a failed training ends when the next one begins, or with its program.
     """
 
-    def __init__(self, **asked: Any) -> None:
-        """asked: what `headroom.account` takes; params beside those of the Trainer."""
-        super().__init__(**asked)
+    def __init__(self, **arguments: Any) -> None:
+        """arguments: what `headroom.account` takes; params beside those of the Trainer."""
+        super().__init__(**arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -130,12 +130,12 @@ class HeadroomCallback(Adapter, TrainerCallback):
         else:
             self.run.loop.begin_wait()
 
-    def _log(self, found: dict[str, Any]) -> None:
+    def _log(self, metrics: dict[str, Any]) -> None:
         assert self.run is not None
-        renamed = {re.sub("^(eval|test)_", _rename, str(k)): v for k, v in found.items()}
+        renamed = {re.sub("^(eval|test)_", _rename, str(k)): v for k, v in metrics.items()}
         renamed = {name if "/" in name else f"train/{name}": v for name, v in renamed.items()}
         self.run.log(renamed, self.run.loop.done)
 
 
-def _rename(found: re.Match[str]) -> str:
-    return "val/" if found[1] == "eval" else "test/"
+def _rename(match: re.Match[str]) -> str:
+    return "val/" if match[1] == "eval" else "test/"

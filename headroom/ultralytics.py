@@ -36,9 +36,9 @@ class HeadroomCallback(Adapter):
     """Tells of each `train` in a run of its own, on one device: where ultralytics starts processes
     for several, it takes no callbacks along."""
 
-    def __init__(self, **asked: Any) -> None:
-        """asked: what `headroom.account` takes; params beside those of the trainer."""
-        super().__init__(**asked)
+    def __init__(self, **arguments: Any) -> None:
+        """arguments: what `headroom.account` takes; params beside those of the trainer."""
+        super().__init__(**arguments)
         self._is_done = False
 
     def add_to(self, model: Any) -> None:

@@ -15,4 +15,4 @@ from headroom.run.progress import RowsProgress
 def predict_rows(order: Order, device: DeviceFacts, model: ModelFacts) -> PredictFacts:
     """Predict all rows of the input into the output, which is there when this returns."""
     with RowsProgress(prediction.measure_total(order, model)) as progress:
-        return prediction.predict(order, device, model, told=progress.show_rows)
+        return prediction.predict(order, device, model, show_progress=progress.show_rows)

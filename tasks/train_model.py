@@ -40,7 +40,7 @@ def train_model(
         )
     with signals.defer_signals() as came:
 
-        def asked() -> StopRequest | None:
+        def check_stop() -> StopRequest | None:
             number = came()
             if number is None:
                 return None
@@ -51,7 +51,9 @@ def train_model(
         if processes > 1:
             job = Job(config, plan.data, past, folder, resumes)
             if not ranks.is_alone:  # it was started as one of them
-                return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
+                return train_together(
+                    job, device, ranks, log=log, check_stop=check_stop, is_flow=True
+                )
             # Imports PyTorch's elastic agent, a tenth of a second.
             from headroom.launch.processes import train_in_processes
 
@@ -61,7 +63,7 @@ def train_model(
                 processes=processes,
                 restarts=config.run.retries,
                 log=log,
-                asked=asked,
+                check_stop=check_stop,
             )
         return trainer.train(
             plan,
@@ -69,5 +71,5 @@ def train_model(
             folder=folder,
             log=log,
             resumes=resumes,
-            asked=asked,
+            check_stop=check_stop,
         )

@@ -321,7 +321,7 @@ def _train(folder: Path, sections: dict[str, Any], *, resumes: bool, dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             return None if came() is None else StopRequest("", act=signals.deliver_signal)
 
-        train(folder / "run", sections, log=log, resumes=resumes, asked=asked)
+        train(folder / "run", sections, log=log, resumes=resumes, check_stop=asked)
 
 
 def _die_in(name: str, at: int) -> None:

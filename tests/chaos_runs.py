@@ -422,7 +422,7 @@ def _flow(place: Path, way: Way) -> None:
                 return StopRequest("enough for now")
             return asked()
 
-        return real(*args, asked=after_a_step, **kwargs)
+        return real(*args, check_stop=after_a_step, **kwargs)
 
     trainer.train = train
     try:

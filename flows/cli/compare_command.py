@@ -60,25 +60,25 @@ def main(argv: Sequence[str]) -> int:
     return run_with_server(partial(_run_flow, list(argv), request), debug=request.debug)
 
 
-def _describe_plan(asked: ComparisonRequest) -> list[str]:
-    if asked.search is None:
-        return [f"{cell.number}. {cell.called}" for cell in asked.cells]
+def _describe_plan(request: ComparisonRequest) -> list[str]:
+    search = request.search
+    if search is None:
+        return [f"{cell.number}. {cell.called}" for cell in request.cells]
     axes = {
-        n: v.description if isinstance(v, Range) else ", ".join(v)
-        for n, v in asked.search.axes.items()
+        n: v.description if isinstance(v, Range) else ", ".join(v) for n, v in search.axes.items()
     }
-    head = f"{asked.search.trials} trials by {asked.search.how}, pruner {asked.search.pruner}, of"
-    again = [f"then {asked.search.repeats} more times the best"] if asked.search.repeats else []
+    head = f"{search.trials} trials by {search.how}, pruner {search.pruner}, of"
+    again = [f"then {search.repeats} more times the best"] if search.repeats else []
     return [head, *(f"{name}: {said}" for name, said in axes.items()), *again]
 
 
-def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
+def _run_flow(argv: list[str], request: ComparisonRequest) -> int:
     from flows.compare import compare
     from headroom.prefect import this_flow_run
     from headroom.prefect_flows.flow_run import run_at_desk
 
     this_flow_run.raise_signals()
-    return int(run_at_desk(compare, compare.fn, words=argv, plan=asked))
+    return int(run_at_desk(compare, compare.fn, words=argv, plan=request))
 
 
 def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
@@ -156,30 +156,30 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
 
 
 def _make_search(
-    known: argparse.Namespace,
+    options: argparse.Namespace,
     axes: dict[str, list[str]],
     words: list[str],
     resolve: Callable[[Mapping[str, str]], RunConfig],
 ) -> Search:
-    devices = axes.pop(grid.DEVICE, []) if known.devices else []
+    devices = axes.pop(grid.DEVICE, []) if options.devices else []
     if grid.DEVICE in axes:
         raise ConfigError(f"--vary {grid.DEVICE}: a search takes its devices from --devices")
-    how = known.search
+    how = options.search
     search = Search(
         how=how,
-        trials=known.trials or search_space.TRIALS,
-        pruner=known.pruner or search_space.PRUNERS[0],
-        goal=known.goal or "",
+        trials=options.trials or search_space.TRIALS,
+        pruner=options.pruner or search_space.PRUNERS[0],
+        goal=options.goal or "",
         axes=search_space.parse_ranges(axes, how=how),
         devices=devices,
         words=[word for word in words if word not in ("--debug", "--dry-run")],
         resolve=resolve,
-        repeats=known.repeats or 0,
+        repeats=options.repeats or 0,
     )
     if how != "grid":
         return search
     count = len(search.combinations)
-    return replace(search, trials=min(known.trials or count, count))
+    return replace(search, trials=min(options.trials or count, count))
 
 
 def _parse_count(text: str) -> int:

@@ -90,7 +90,9 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         options, unknown = _make_parser().parse_known_args(tie_values(argv))
     except argparse.ArgumentError as error:  # a value that is missing, or one too many
         raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
-    given: dict[str, list[Any]] = {k: v for k, v in vars(options).items() if isinstance(v, list)}
+    flag_values: dict[str, list[Any]] = {
+        k: v for k, v in vars(options).items() if isinstance(v, list)
+    }
     problems = []
     for word in unknown:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -102,14 +104,14 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         elif not equals and name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
             problems.append(f"{name}: expected one argument; see --help")
         else:
-            given.setdefault(name, []).append(value if equals else None)
-    for name, values in given.items():
+            flag_values.setdefault(name, []).append(value if equals else None)
+    for name, values in flag_values.items():
         if len(values) > 1:
             order = ", then ".join(
                 HIDDEN if is_secret(name, str(value)) else repr(value)[:60] for value in values
             )
             problems.append(f"{name}: is given {len(values)} times ({order}); keep one")
-    flags = {name: values[-1] for name, values in given.items()}
+    flags = {name: values[-1] for name, values in flag_values.items()}
     file, resume = flags.pop("--config", None), flags.pop("--resume", None)
     elsewhere = flags.pop("--for", None)
     if elsewhere is not None and not options.forecast:

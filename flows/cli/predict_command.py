@@ -114,14 +114,14 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_flow(asked: dict[str, Any]) -> int:
+def _run_flow(request: dict[str, Any]) -> int:
     from flows.predict import predict
     from headroom.base.units import format_number, format_seconds
     from headroom.prefect import this_flow_run
     from headroom.prefect_flows.flow_run import run_at_desk
 
     this_flow_run.raise_signals()
-    done = run_at_desk(predict, predict.fn, **asked)
+    done = run_at_desk(predict, predict.fn, **request)
     speed = format_number(done["rows"] / done["predict_s"])
     print(
         f"{done['rows']:,} rows predicted in {format_seconds(done['predict_s'])} ({speed} "

@@ -113,15 +113,15 @@ def print_report(run: Mapping[str, Any]) -> None:
     )
 
 
-def _print_dry_run(asked: Namespace) -> int:
+def _print_dry_run(request: Namespace) -> int:
     """Print the settings as they would be used, and the device. Returns the exit code."""
     from headroom.device.detection import DeviceError, detect_best_device
 
-    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
-    for line in read_settings.describe_unused_settings(asked.config):
+    print(dump_yaml(hide_config_secrets(request.config).model_dump()), end="")
+    for line in read_settings.describe_unused_settings(request.config):
         print(f"# {line}")
     try:
-        facts = detect_best_device(asked.config.device.name)
+        facts = detect_best_device(request.config.device.name)
     except DeviceError as error:
         print(error, file=sys.stderr)
         return 2
@@ -129,7 +129,7 @@ def _print_dry_run(asked: Namespace) -> int:
     return 0
 
 
-def _print_forecast(asked: Namespace) -> int:
+def _print_forecast(request: Namespace) -> int:
     """Print the memory that the training would take. Returns the exit code."""
     from rich.console import Console
 
@@ -138,11 +138,11 @@ def _print_forecast(asked: Namespace) -> int:
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
-        if asked.elsewhere is not None:
-            gpus = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
-            Console().print(make_gpu_table(gpus, asked.config.train.batch_size))
+        if request.elsewhere is not None:
+            gpus = forecast_on_gpus(request.config, parse_gpu_sizes(request.elsewhere))
+            Console().print(make_gpu_table(gpus, request.config.train.batch_size))
             return 0 if any(gpu.fits for gpu in gpus.values()) else 2
-        foreseen = forecast_memory(asked.config)
+        foreseen = forecast_memory(request.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
         return 2
@@ -150,7 +150,7 @@ def _print_forecast(asked: Namespace) -> int:
     return 0 if foreseen.fits else 2
 
 
-def _print_device_checks(asked: Namespace) -> int:
+def _print_device_checks(request: Namespace) -> int:
     """Print what was found of devices, and what is missing. Returns the exit code."""
     from rich.console import Console
     from rich.table import Table
@@ -158,7 +158,7 @@ def _print_device_checks(asked: Namespace) -> int:
     from headroom.device.detection import explain_choice
 
     table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
-    for check in explain_choice(asked.config.device.name):
+    for check in explain_choice(request.config.device.name):
         table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
     Console().print(table)
     return 0
@@ -182,14 +182,14 @@ def _run_command(argv: Sequence[str]) -> int:
         return 2
 
 
-def _train(asked: Namespace) -> int:
-    if asked.config.launch.machines:  # before it is imported: of names that no server knows
+def _train(request: Namespace) -> int:
+    if request.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher.read_rank():  # of torchrun; the first runs the flow
         from headroom.launch import rank
 
-        return rank.follow_lead(asked.config)
-    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
+        return rank.follow_lead(request.config)
+    data, model = request.config.data, make_printable(request.config.model.name, limit=60)
     subject = f"{model} on {make_printable(data.path or data.source, limit=60)}"
     print(f"{subject}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
     with command.pause_collection():
@@ -197,17 +197,17 @@ def _train(asked: Namespace) -> int:
         from headroom.data.source_data import DataError
 
     try:
-        check_data(asked.config.data)
+        check_data(request.config.data)
     except DataError as error:
         print(redact(str(error)), file=sys.stderr)
         return 2
-    if asked.config.launch.machines and not launcher.is_launched():
+    if request.config.launch.machines and not launcher.is_launched():
         from headroom.launch.machines import train_on_machines
 
         _log_to_stderr()
-        return train_on_machines(asked.config, asked.words)
+        return train_on_machines(request.config, request.words)
     journal.warm_up(read_tracking_settings())
-    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
+    return run_with_server(partial(_run_flow, request), debug=request.debug)
 
 
 def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
@@ -254,15 +254,15 @@ def _log_to_stderr() -> logging.Handler:
     return console
 
 
-def _run_flow(asked: Namespace) -> int:
-    code = _train_in_flow(asked)
+def _run_flow(request: Namespace) -> int:
+    code = _train_in_flow(request)
     # The exit code is that of the record: whoever sees that of a signal trains once more.
     signals.forget_signal()
     signals.disable_signal_exceptions(code)
     return code
 
 
-def _train_in_flow(asked: Namespace) -> int:
+def _train_in_flow(request: Namespace) -> int:
     with command.pause_collection():
         from httpx import TransportError
 
@@ -276,8 +276,8 @@ def _train_in_flow(asked: Namespace) -> int:
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     this_flow_run.raise_signals()
     try:
-        with mark_checked(asked.config):
-            train(asked.config, resume=asked.resume)
+        with mark_checked(request.config):
+            train(request.config, resume=request.resume)
     except GateFailed as failed:
         print(f"gate.fail: the run is {failed}", file=sys.stderr)
         return 1
@@ -295,10 +295,10 @@ def _train_in_flow(asked: Namespace) -> int:
         is_away = isinstance(error, TransportError)
         if is_away:
             command.leave_prefect()
-        if asked.debug:
+        if request.debug:
             raise
         if ended is None or ended.run["status"] != "FINISHED":
-            _plan_retry(asked, error)
+            _plan_retry(request, error)
             if ended is None or not is_away:
                 raise
             raise RuntimeError(ended.run["error"]) from error  # what Prefect's own error hides
@@ -307,15 +307,15 @@ def _train_in_flow(asked: Namespace) -> int:
     return 0
 
 
-def _plan_retry(asked: Namespace, error: Exception) -> None:
+def _plan_retry(request: Namespace, error: Exception) -> None:
     """Plan a restart after this process, where the failure is one that a new process may cure."""
     from headroom.prefect_flows.flow_run import plan_command_retry
 
     if launcher.is_launched():  # torchrun starts it again, with the others
         return
-    if (retry := plan_command_retry(error, asked.config)) is not None:
-        words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
-        command.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
+    if (retry := plan_command_retry(error, request.config)) is not None:
+        words = make_resume_words(request.words, retry.folder) if retry.step else request.words
+        command.plan_restart(words, at=retry.at, of=retry.folder, message=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:

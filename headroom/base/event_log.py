@@ -1,9 +1,10 @@
 """The event log of a run: one append-only file in its folder, of which each line is there whole or
-not at all. It says how the run began, what was measured, and how it ended: begin, metrics, end. Who
-goes on with a run appends another begin. A run has ended where the last line is its end. Whoever
-asks what a run is, or sends it to MLflow, reads this file, and of `sent.json` beside it how far
-MLflow has it. Each line ends with a checksum of what is before it, so that no flipped bit becomes
-a number that nobody measured. The log may be larger than the host's memory.
+not at all. It says how the run began, what was measured, what became known meanwhile in words, and
+how it ended: begin, metrics, tags, end. Who goes on with a run appends another begin. A run has
+ended where the last line is its end. Whoever asks what a run is, or sends it to MLflow, reads this
+file, and of `sent.json` beside it how far MLflow has it. Each line ends with a checksum of what is
+before it, so that no flipped bit becomes a number that nobody measured. The log may be larger than
+the host's memory.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ONCE = 0  # the step of what has one value a run: of a later one MLflow draws a 
 END_BYTES = 2**16  # of a log: some hundred log points
 MOST_POINTS = 4096  # of a series: more than a picture shows
 CHECK = b',"crc32":'  # behind what it is the checksum of
-BEGIN, END = "begin", "end"  # the events that are no metrics
-_EVENTS = tuple(b'{"%b":' % kind.encode() for kind in (BEGIN, END))
+BEGIN, END, TAGS = "begin", "end", "tags"  # the events that are no metrics
+_EVENTS = tuple(b'{"%b":' % kind.encode() for kind in (BEGIN, END, TAGS))
 
 
 def read_metric_batches(
@@ -157,6 +158,22 @@ def read_begins(log: Path, offset: int) -> list[tuple[dict[str, Any], int]]:
     return begins
 
 
+def read_logged_tags(log: Path, offset: int = 0, until: float = math.inf) -> dict[str, str]:
+    """Return the tags that the log says between these offsets, the newest of each name."""
+    tags: dict[str, str] = {}
+    with suppress(FileNotFoundError), open(log, "rb") as lines:
+        lines.seek(offset)
+        for line in lines:
+            if offset >= until:
+                break
+            offset += len(line)
+            if line.startswith(_EVENTS[2]) and line.endswith(b"\n"):
+                with suppress(*_DAMAGE):
+                    _check_line(line)
+                    tags |= json.loads(line)[TAGS]
+    return tags
+
+
 def read_end(folder: Path) -> dict[str, Any]:
     """Return what the end of the run in this folder says; empty where it has not ended, or where
     that can't be read."""
@@ -257,7 +274,7 @@ def make_line(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes
 
 
 def make_event(kind: str, content: Mapping[str, Any], *, unix_ms: int) -> bytes:
-    """Return the line of a begin or an end as JSON, with its checksum."""
+    """Return the line of a begin, of tags or of an end as JSON, with its checksum."""
     return _add_check(f'{{"{kind}":{json.dumps(content)},"t":{unix_ms}'.encode())
 
 
@@ -322,7 +339,7 @@ def summarize_log(log: Path) -> LogSummary:
 
 
 def _parse_line(line: bytes) -> Line:
-    """Return Unix ms, step and metrics of a line; a begin or an end has none. Raises one of
+    """Return Unix ms, step and metrics of a line; one of another event has none. Raises one of
     _DAMAGE."""
     _check_line(line)
     if line.startswith(_EVENTS):

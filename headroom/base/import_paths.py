@@ -150,10 +150,10 @@ def import_callable(path: str, *, setting: str, refusal: type[ValueError]) -> Ca
     return thing
 
 
-def _is_from_python(found: Any) -> bool:
-    if not isinstance(found, (type, FunctionType, BuiltinFunctionType)):
+def _is_from_python(thing: Any) -> bool:
+    if not isinstance(thing, (type, FunctionType, BuiltinFunctionType)):
         return False
-    return str(found.__module__).partition(".")[0] in sys.stdlib_module_names
+    return str(thing.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def _import_module(module: str, *, setting: str, refusal: type[ValueError]) -> ModuleType:
@@ -324,7 +324,7 @@ def bind_arguments(
 
 def call_factory(
     factory: Callable[..., Any],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     setting: str,
     path: str,
@@ -337,7 +337,7 @@ def call_factory(
     """
     try:
         with redirect_stdout(sys.stderr):
-            return factory(**given)
+            return factory(**arguments)
     except MemoryError:
         raise
     except BaseException as error:

@@ -525,6 +525,12 @@ METRICS = (
     ),
     *_make_phase_metrics(PhaseKind.TRAINING),
     Metric(
+        "bound/share_pct",
+        "share of the time after the first step of what the tag bound names: see the verdict",
+        shown={Place.MLFLOW_COLUMN: ""},
+        needs="a cause that takes a share of the time",
+    ),
+    Metric(
         "time/unaccounted_pct",
         "share of the training that no phase holds",
         True,

@@ -147,10 +147,10 @@ def _get_column(
 
 
 def _parse_numbers(
-    given: Any, column: Mapping[str, Any], nothing: set[str]
+    raw: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """float32 values, and where nothing stands for a missing one."""
-    values = np.asarray(given)
+    values = np.asarray(raw)
     if values.dtype.kind not in "fiub":
         values = np.array(
             [_parse_number(v, column["name"], nothing) for v in values.tolist()], dtype=np.float64
@@ -179,7 +179,7 @@ def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
     hour = (finite_seconds - day * DAY_S) / 3600
     of_year = 2 * np.pi / YEAR_DAYS * (date - date.astype("datetime64[Y]")).astype(np.float64)
     of_day = 2 * np.pi / 24 * hour
-    found: dict[str, Callable[[], np.ndarray]] = {
+    functions: dict[str, Callable[[], np.ndarray]] = {
         "days": lambda: finite_seconds / DAY_S,
         "year": lambda: date.astype("datetime64[Y]").astype(np.int64) + 1970,
         "month": lambda: date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
@@ -190,14 +190,14 @@ def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
         "day_sin": lambda: np.sin(of_day),
         "day_cos": lambda: np.cos(of_day),
     }
-    return np.where(np.isnan(seconds), np.nan, np.array([found[part]() for part in parts]))
+    return np.where(np.isnan(seconds), np.nan, np.array([functions[part]() for part in parts]))
 
 
 def _parse_dates(
-    given: Any, column: Mapping[str, Any], nothing: set[str]
+    raw: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(parts, rows) float64, and where nothing stands for a missing one."""
-    values = np.asarray(given)
+    values = np.asarray(raw)
     if values.dtype.kind == "M":
         values = np.where(
             np.isnat(values), np.nan, values.astype("datetime64[us]").astype(np.int64) / 1e6
@@ -268,17 +268,17 @@ def _is_nothing(value: Any, nothing: set[str]) -> bool:
 
 
 def _parse_categories(
-    given: Any, column: Mapping[str, Any], nothing: set[str]
+    raw: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row's place among the values, -1 for one that training never saw; and where nothing
     stands for a missing one."""
     places = {value: i for i, value in enumerate(column["values"])}
-    known: dict[Any, tuple[int, bool]] = {}
-    found = []
-    for value in np.asarray(given, dtype=object).tolist():
+    cache: dict[Any, tuple[int, bool]] = {}
+    answers = []
+    for value in np.asarray(raw, dtype=object).tolist():
         key = (type(value), value)
         try:
-            answer = known.get(key)
+            answer = cache.get(key)
         except TypeError:  # a list, or what else has no hash
             kind = type(value).__name__
             raise ValueError(
@@ -286,10 +286,10 @@ def _parse_categories(
             ) from None
         if answer is None:
             answer = _parse_category(value, column, places, nothing)
-            if len(known) < 1 << 16 and isinstance(value, str | int):
-                known[key] = answer
-        found.append(answer)
-    both = np.array(found, dtype=np.int64).reshape(-1, 2)
+            if len(cache) < 1 << 16 and isinstance(value, str | int):
+                cache[key] = answer
+        answers.append(answer)
+    both = np.array(answers, dtype=np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1].astype(bool)
 
 
@@ -310,7 +310,7 @@ def _parse_category(
 def is_unseen(value: Any, column: Mapping[str, Any], nothing: set[str]) -> bool:
     """Return whether a value is none of those of a category, nor missing. nothing: the words for a
     missing one."""
-    places = {known: i for i, known in enumerate(column["values"])}
+    places = {word: i for i, word in enumerate(column["values"])}
     return _parse_category(value, column, places, nothing) == (-1, False)
 
 
@@ -331,25 +331,27 @@ def _format_iso(parts: np.ndarray, names: Sequence[str]) -> list[str]:
 
 def restore_raw_values(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the raw values of inputs (rows, inputs) that are not scaled, by column."""
-    found: dict[str, list[Any]] = {}
+    raw_values: dict[str, list[Any]] = {}
     at = 0
     for column in columns:
         if column["kind"] == CATEGORY:
             values = column["values"]
             part = x[:, at : at + len(values)]
             words = [values[i] if any(row) else None for i, row in _find_best(part)]
-            found[column["name"]] = [None if word == column["fill"] else word for word in words]
+            raw_values[column["name"]] = [
+                None if word == column["fill"] else word for word in words
+            ]
             at += len(values)
         elif column["kind"] == DATE:
             parts = x[:, at : at + len(column["values"])].astype(np.float64)
-            found[column["name"]] = _format_iso(parts, column["values"])
+            raw_values[column["name"]] = _format_iso(parts, column["values"])
             at += len(column["values"])
         else:
             numbers = x[:, at].astype(np.float64)
             numbers = np.round(numbers) if column.get("whole") else numbers
-            found[column["name"]] = numbers.tolist()
+            raw_values[column["name"]] = numbers.tolist()
             at += 1
-    return found
+    return raw_values
 
 
 LABELS = ("labels", "label")

@@ -37,12 +37,15 @@ class ConfusionCells:
     table: np.ndarray
 
     @classmethod
-    def of(cls, given: np.ndarray, classes: np.ndarray) -> ConfusionCells:
-        """Count the cells. given: (rows,) predictions; classes: the true ones."""
-        known = classes >= 0
-        so, told = classes[known].astype(np.int64), given[known].astype(np.int64)
-        width = int(max(so.max(initial=0), told.max(initial=0))) + 1
-        place = so * width + told
+    def of(cls, predictions: np.ndarray, classes: np.ndarray) -> ConfusionCells:
+        """Count the cells. predictions: (rows,) classes; classes: the true ones."""
+        has_class = classes >= 0
+        so, predicted_classes = (
+            classes[has_class].astype(np.int64),
+            predictions[has_class].astype(np.int64),
+        )
+        width = int(max(so.max(initial=0), predicted_classes.max(initial=0))) + 1
+        place = so * width + predicted_classes
         if width * width <= MOST_CELLS:
             counts = np.bincount(place)
             place = np.flatnonzero(counts)
@@ -82,18 +85,18 @@ class ClassScores:
 
 def compute_scores_by_class(cells: ConfusionCells) -> ClassScores:
     """Compute the scores of each class; 0 where a class was never predicted, or no row has it."""
-    so, told, rows = cells.table
-    classes = np.union1d(so, told)
-    right, is_so, given = (
+    so, answers, rows = cells.table
+    classes = np.union1d(so, answers)
+    right, is_so, answer_counts = (
         np.bincount(np.searchsorted(classes, of), weights, len(classes))
-        for of, weights in ((so, np.where(so == told, rows, 0)), (so, rows), (told, rows))
+        for of, weights in ((so, np.where(so == answers, rows, 0)), (so, rows), (answers, rows))
     )
     return ClassScores(
         classes,
         is_so.astype(np.int64),
-        right / np.maximum(given, 1),
+        right / np.maximum(answer_counts, 1),
         right / np.maximum(is_so, 1),
-        2 * right / (is_so + given),
+        2 * right / (is_so + answer_counts),
     )
 
 
@@ -120,27 +123,27 @@ def is_by_chance(cells: ConfusionCells) -> bool:
     """
     if not cells.table.size:
         return False
-    so, told, _ = cells.table
-    classes = np.union1d(so, told)
+    so, answers, _ = cells.table
+    classes = np.union1d(so, answers)
     by_class = compute_scores_by_class(cells)
     rows = by_class.rows.astype(np.float64)
-    given = np.bincount(np.searchsorted(classes, told), cells.table[2], len(classes))
+    counts = np.bincount(np.searchsorted(classes, answers), cells.table[2], len(classes))
     total = rows.sum()
     if total < 2:
         return True
     is_there = rows > 0
     each = np.divide(1.0, rows, out=np.zeros_like(rows), where=is_there)
     # Of a row of class k and a prediction p the term is each[k] where they are the same, else 0.
-    by_row, by_answer = given * each / total, is_there / total
+    by_row, by_answer = counts * each / total, is_there / total
     mean = float((rows * by_row).sum() / total)
     apart = mean - by_row
     everywhere = (
         rows @ apart**2 * total
-        - 2 * (rows @ apart) * (given @ by_answer)
-        + total * (given @ by_answer**2)
+        - 2 * (rows @ apart) * (counts @ by_answer)
+        + total * (counts @ by_answer**2)
     )
     other = apart - by_answer
-    diagonal = (rows * given) @ ((each + other) ** 2 - other**2)
+    diagonal = (rows * counts) @ ((each + other) ** 2 - other**2)
     spread = math.sqrt(max(0.0, float(everywhere + diagonal)) / (total - 1))
     gained = float((by_class.recall * is_there).sum()) - total * mean
     return gained <= CHANCE_T * spread + 1e-9
@@ -151,19 +154,21 @@ def compute_label_scores(logits: np.ndarray, labels: np.ndarray) -> Figures:
     of those that a row has. logits, labels: (rows, labels), of which labels are booleans."""
     from sklearn.metrics import average_precision_score, f1_score
 
-    told, found = logits > 0, {}
-    seen = np.any(told | labels, axis=0)
+    answers, figures = logits > 0, {}
+    seen = np.any(answers | labels, axis=0)
     if seen.any():
         average = "binary" if seen.sum() == 1 else None
-        each = f1_score(_select_columns(labels, seen), _select_columns(told, seen), average=average)
-        found["macro_f1"] = float(np.mean(each))
+        each = f1_score(
+            _select_columns(labels, seen), _select_columns(answers, seen), average=average
+        )
+        figures["macro_f1"] = float(np.mean(each))
     there = np.any(labels, axis=0)
     if there.any() and np.isfinite(logits).all():
         each = average_precision_score(
             _select_columns(labels, there), _select_columns(logits, there), average=None
         )
-        found["average_precision"] = float(np.mean(each))
-    return found
+        figures["average_precision"] = float(np.mean(each))
+    return figures
 
 
 def _select_columns(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -269,7 +274,7 @@ def write_class_scores(
             strict=True,
         )
     ]
-    pairs = [[name[so], name[told], int(rows)] for so, told, rows in cells.table.T]
+    pairs = [[name[so], name[answer], int(rows)] for so, answer, rows in cells.table.T]
     _write_csv(folder, f"{part}_classes.csv", ("class", "rows", "precision", "recall", "f1"), lines)
     _write_csv(folder, f"{part}_confusion.csv", ("class", "predicted", "rows"), pairs)
     listed = lines
@@ -290,16 +295,16 @@ def _find_most_confused(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the most confused classes and the rows between them: of each in a line, how many
     were predicted as each."""
-    so, told, rows = np.searchsorted(classes, cells.table[0]), *cells.table[1:]
-    told = np.searchsorted(classes, told)
-    wrong = np.where(so != told, rows, 0)
-    each = np.bincount(so, wrong, len(classes)) + np.bincount(told, wrong, len(classes))
+    so, answers, rows = np.searchsorted(classes, cells.table[0]), *cells.table[1:]
+    answers = np.searchsorted(classes, answers)
+    wrong = np.where(so != answers, rows, 0)
+    each = np.bincount(so, wrong, len(classes)) + np.bincount(answers, wrong, len(classes))
     kept = np.sort(np.argsort(-each, kind="stable")[:MOST_DRAWN])
     place = np.full(len(classes), -1)
     place[kept] = np.arange(len(kept))
     matrix = np.zeros((len(kept), len(kept)), dtype=np.int64)
-    inside = (place[so] >= 0) & (place[told] >= 0)
-    matrix[place[so[inside]], place[told[inside]]] = rows[inside]
+    inside = (place[so] >= 0) & (place[answers] >= 0)
+    matrix[place[so[inside]], place[answers[inside]]] = rows[inside]
     return classes[kept], matrix
 
 
@@ -348,8 +353,8 @@ class KeptRows:
         rows = slice(-self._seen % self._stride, None, self._stride)
         self._seen += len(outputs)
         end = min(self._count + len(outputs[rows]), len(self._kept[0]))
-        for kept, given in zip(self._kept, (outputs, targets), strict=True):
-            kept[self._count : end] = given[rows][: end - self._count]
+        for kept, batch in zip(self._kept, (outputs, targets), strict=True):
+            kept[self._count : end] = batch[rows][: end - self._count]
         self._count = end
 
     def on_host(self) -> tuple[Tensor, Tensor] | None:

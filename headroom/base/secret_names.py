@@ -112,11 +112,11 @@ def restore_secrets(value: Any, setting: str, missing: list[str]) -> Any:
     def give(name: str, value: Any) -> Any:
         if not is_hidden(value) and not is_hidden(name):
             return value
-        given = None if is_hidden(name) else os.environ.get(make_variable_name(name))
-        if given is None:
+        secret = None if is_hidden(name) else os.environ.get(make_variable_name(name))
+        if secret is None:
             missing.append(name)
             return value
-        return int(given) if value == HIDDEN_NUMBER else given
+        return int(secret) if value == HIDDEN_NUMBER else secret
 
     return map_values(value, setting, give)
 

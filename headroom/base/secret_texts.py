@@ -305,22 +305,22 @@ def _hide_by_rules(text: str) -> str:
     return text
 
 
-def _hide_in_quoted(found: re.Match[str]) -> str:
+def _hide_in_quoted(match: re.Match[str]) -> str:
     """Return a text that is quoted for a URI, once or twice, without the secrets in it."""
-    plain = unquote(found[0])
+    plain = unquote(match[0])
     shown = _hide_by_rules(plain)
     if shown == plain and "%" in plain:
         shown = _PERCENT.sub(_hide_in_quoted, plain)
-    return found[0] if shown == plain else quote(shown, safe="*")
+    return match[0] if shown == plain else quote(shown, safe="*")
 
 
 def find_in_text(text: str) -> set[str]:
     """Return the secrets that are found in a text by what is around them."""
-    lower, found = text.lower(), set()
+    lower, secrets = text.lower(), set()
     for name, rule in TEXT_RULES.items():
         if _may_have(rule, lower):
-            found |= {text[begin:end] for begin, end in _find_spans(name, text)}
-    return found
+            secrets |= {text[begin:end] for begin, end in _find_spans(name, text)}
+    return secrets
 
 
 def _may_have(rule: Rule, lower: str) -> bool:
@@ -337,10 +337,10 @@ def _find_spans(rule_name: str, text: str) -> Iterator[tuple[int, int]]:
             at = max(match.start("secret"), at + 1)
 
 
-def _is_one(rule: Rule, found: re.Match[str]) -> bool:
+def _is_one(rule: Rule, match: re.Match[str]) -> bool:
     """Return whether a match of this rule is a secret, and not hidden by a rule before."""
-    groups = found.groupdict()
-    secret, name = found["secret"], groups.get("name")
+    groups = match.groupdict()
+    secret, name = match["secret"], groups.get("name")
     if name is not None and not (
         not is_hidden(secret) and secret.lower() not in _SIGNS and is_secret(name, secret)
     ):
@@ -361,20 +361,20 @@ def _compile_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str
 
     None where there are none. The longest come first: one may be a part of another.
     """
-    found: set[str] = set()
-    for name, given in environment:
-        value = given.strip()
+    secrets: set[str] = set()
+    for name, text in environment:
+        value = text.strip()
         if is_secret(name, value):
-            found |= {
+            secrets |= {
                 value,
                 *(line for line in value.split("\n") if len(line.strip()) >= MIN_LINE_LETTERS),
             }
-        found.update((_LONE_LOGIN if value.count("://") == 1 else _LOGIN).findall(value))
-        found |= find_in_text(value)
-    found |= {decode(one) for one in found for decode in (unquote, unquote_plus)}
-    found |= {
+        secrets.update((_LONE_LOGIN if value.count("://") == 1 else _LOGIN).findall(value))
+        secrets |= find_in_text(value)
+    secrets |= {decode(one) for one in secrets for decode in (unquote, unquote_plus)}
+    secrets |= {
         written
-        for one in found
+        for one in secrets
         for written in (
             quote(one, safe=""),
             quote_plus(one),
@@ -382,8 +382,8 @@ def _compile_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str
             json.dumps(one)[1:-1],
         )
     }
-    known = sorted(filter(_may_look_for, {one.strip() for one in found}), key=len, reverse=True)
-    return re.compile("|".join(map(_make_search, known))) if known else None
+    texts = sorted(filter(_may_look_for, {one.strip() for one in secrets}), key=len, reverse=True)
+    return re.compile("|".join(map(_make_search, texts))) if texts else None
 
 
 def _may_look_for(secret: str) -> bool:

@@ -57,7 +57,7 @@ SHOWN = 5  # of the trainings that were taken over
 class Comparison:
     """Runs side by side: where they come from, and what is to be kept of them."""
 
-    asked: ComparisonRequest
+    request: ComparisonRequest
     store: ExperimentRuns
     title: str
     folder: Path  # of its page and its plots
@@ -75,12 +75,12 @@ class Comparison:
     @property
     def trained(self) -> list[Cell]:
         """Return its trainings; of a search those that were drawn by now."""
-        return self.trials.list_cells() if self.trials else self.asked.cells
+        return self.trials.list_cells() if self.trials else self.request.cells
 
     def train(self) -> list[Group]:
         """Train all that has not ended yet, and return the trainings by group."""
         assert self.state is not None
-        source = self.trials or trainings.GridSource(self.state, self.asked.cells)
+        source = self.trials or trainings.GridSource(self.state, self.request.cells)
         try:
             trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
         except (KeyboardInterrupt, SystemExit):  # by a signal
@@ -88,14 +88,16 @@ class Comparison:
             raise
         runs = _read_measured(self.store, self.trained, self.state)
         self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
-        return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
+        return (
+            self.trials.make_groups(runs) if self.trials else group_runs(runs, self.request.varied)
+        )
 
     def read(self) -> list[Group]:
         """Return the runs that were asked for, by group. Raises TrackingError."""
         groups = (
-            self.store.read_runs(self.asked.runs)
-            if self.asked.runs
-            else self.store.read_newest(last=self.asked.last, query=self.asked.filter)
+            self.store.read_runs(self.request.runs)
+            if self.request.runs
+            else self.store.read_newest(last=self.request.last, query=self.request.filter)
         )
         if not groups:
             where = self.store.where.experiment
@@ -109,8 +111,8 @@ class Comparison:
         if self.trials is None:
             report = page.compare_groups(self._add_recent_speeds(groups), title=self.title)
         else:
-            told, goal = self.trials.describe(), self.trials.goal
-            report = page.compare_groups(groups, title=self.title, goal=goal, told=told)
+            lines, goal = self.trials.describe(), self.trials.goal
+            report = page.compare_groups(groups, title=self.title, goal=goal, lines=lines)
         if self.state is not None and self.state.taken_over:
             taken_over = self.state.taken_over
             labels = [cell.called for cell in self.trained if cell.number in taken_over]
@@ -164,7 +166,7 @@ class Comparison:
         view = ComparisonView(
             run_id,
             self.title,
-            self.asked.varied,
+            self.request.varied,
             goal.name if goal is not None else "",
             is_lower_better=goal is not None and goal.is_lower_better,
             is_grouped=any(len(group.runs) > 1 for group in groups),
@@ -187,9 +189,9 @@ class Comparison:
     def _describe_interruption(self) -> list[str]:
         """Return how far the trainings have come, and what goes on with them."""
         assert self.state is not None
-        words = [word for word in self.asked.words if word != "--anew"]
+        words = [word for word in self.request.words if word != "--anew"]
         again = shlex.join(["python", "-m", "flows.compare", *redact_command_line(words)])
-        ended = f"{len(self.state.ended)} of {self.asked.count} trainings have ended"
+        ended = f"{len(self.state.ended)} of {self.request.count} trainings have ended"
         lines = [f"{ended}; the same command goes on with the others: {again}"]
         if self.trials is not None and (best := self.trials.describe_best()):
             lines.insert(0, f"So far {best}")
@@ -201,7 +203,7 @@ class Comparison:
         if ended is not None and ended.value is not None and self.trials is not None:
             said += f", {self.trials.goal.name} {format_number(ended.value)}"
         error = f": {ended.error}" if ended is not None and ended.error else ""
-        line = f"{cell.number}/{self.asked.count} {cell.called}: {said}{error}"
+        line = f"{cell.number}/{self.request.count} {cell.called}: {said}{error}"
         print(line, file=sys.stderr, flush=True)
         if ended is None or self.trials is None or self.state is None:
             return
@@ -213,18 +215,18 @@ class Comparison:
 
 
 @contextmanager
-def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
+def open_comparison(request: ComparisonRequest) -> Iterator[Comparison]:
     """Yield the comparison; where it trains, inside of the run in MLflow that holds the others.
 
     Raises ConfigError and TrackingError for what can be neither trained nor read.
     """
     move_process_tag()
-    if not asked.cells:
-        comparison = _open_existing(asked, read_tracking_settings())
+    if not request.cells:
+        comparison = _open_existing(request, read_tracking_settings())
         yield comparison
         show_markdown(comparison.text, f"comparison-{comparison.folder.name}", comparison.title)
         return
-    comparison, state = _open_new(asked)
+    comparison, state = _open_new(request)
     store, run_id = comparison.store, state.run_id
     try:
         yield comparison
@@ -239,56 +241,56 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
     show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
 
 
-def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:
+def _open_existing(request: ComparisonRequest, chosen: TrackingSettings) -> Comparison:
     from headroom.tracking.query_runs import ExperimentRuns  # imports mlflow
 
     if chosen.database is not None and not chosen.database.is_file():
         raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
-    store = ExperimentRuns(chosen, asked.base.run.experiment, makes=False)
+    store = ExperimentRuns(chosen, request.base.run.experiment, makes=False)
     runs = Path(chosen.runs)
     folder = runs.parent / "comparisons" / make_timestamp()
-    return Comparison(asked, store, "", folder, runs)
+    return Comparison(request, store, "", folder, runs)
 
 
-def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
+def _open_new(request: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
     """Return the comparison, new or one that goes on, and how far its trainings have come."""
-    check = GridCheck(asked.cells)
+    check = GridCheck(request.cells)
     from headroom.tracking.query_runs import ExperimentRuns  # imports mlflow, while that looks
 
     check.answer()
-    goal = _find_goal(asked, check.tasks)
+    goal = _find_goal(request, check.tasks)
     chosen = read_tracking_settings()
-    store = ExperimentRuns(chosen, asked.base.run.experiment)
+    store = ExperimentRuns(chosen, request.base.run.experiment)
     runs = Path(chosen.runs)
-    own = [word for word in asked.words if word != "--anew"]
+    own = [word for word in request.words if word != "--anew"]
     words = [str(Path.cwd()), *redact_command_line(own)]
     state = trainings.open_comparison(
         runs.parent / "comparisons",
         " ".join(words),
-        trainings.describe_inputs(asked.cells, check.data),
-        is_anew=asked.is_anew,
+        trainings.describe_inputs(request.cells, check.data),
+        is_anew=request.is_anew,
     )
     trials = None
-    if asked.search is not None and goal is not None:
+    if request.search is not None and goal is not None:
         from headroom.comparison.search import Trials  # imports Optuna
 
-        trials = Trials(asked.search, state, goal=goal, base=asked.base)
+        trials = Trials(request.search, state, goal=goal, base=request.base)
     if state.ended:
-        message = f"going on: {len(state.ended)} of {asked.count} have ended"
+        message = f"going on: {len(state.ended)} of {request.count} have ended"
         print(f"{message}, and are taken over; --anew trains all anew", file=sys.stderr)
     kind = "compare" if trials is None else "search"
-    varied = ", ".join(shorten_names(asked.varied)) or asked.base.model.name
-    name = asked.base.run.name or f"{kind}-{varied} {make_timestamp()}"
+    varied = ", ".join(shorten_names(request.varied)) or request.base.model.name
+    name = request.base.run.name or f"{kind}-{varied} {make_timestamp()}"
     tags = make_process_tags("flows/compare.py")
-    state.run_id = store.begin(state.run_id, name=name, count=asked.count, tags=tags)
+    state.run_id = store.begin(state.run_id, name=name, count=request.count, tags=tags)
     state.keep()
-    return Comparison(asked, store, name, state.folder, runs, state, trials), state
+    return Comparison(request, store, name, state.folder, runs, state, trials), state
 
 
-def _find_goal(asked: ComparisonRequest, tasks: list[str]) -> Goal | None:
-    if asked.search is None:
+def _find_goal(request: ComparisonRequest, tasks: list[str]) -> Goal | None:
+    if request.search is None:
         return None
-    return search_space.find_goal(asked.search.goal, tasks, list(asked.base.train.metrics))
+    return search_space.find_goal(request.search.goal, tasks, list(request.base.train.metrics))
 
 
 def _read_measured(
@@ -296,13 +298,13 @@ def _read_measured(
 ) -> list[MeasuredRun]:
     """Return the trainings as MLflow has them, and those that never had a run as they ended."""
     ends = [state.ended[cell.number] for cell in trained]
-    found = {
+    by_id = {
         run["run_id"]: run for run in store.read_runs([end.run_id for end in ends if end.run_id])
     }
     runs = []
     for cell, end in zip(trained, ends, strict=True):
-        run = found.get(end.run_id, {"run_id": "", "name": cell.label})
+        run = by_id.get(end.run_id, {"run_id": "", "name": cell.label})
         params = {**run.get("params", {}), **cell.settings}  # as they were written
-        told = {"status": end.status, "params": params, "error": end.error}
-        runs.append(MeasuredRun(**{**run, **told}))
+        outcome = {"status": end.status, "params": params, "error": end.error}
+        runs.append(MeasuredRun(**{**run, **outcome}))
     return runs

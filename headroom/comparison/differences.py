@@ -87,9 +87,9 @@ def _split_time(metrics: Mapping[str, float]) -> dict[str, float]:
     if not speed or not steps:
         return {}
     whole, step_ms = 1e6 / speed, 1000 / steps
-    known = {name: metrics[key] for key, name in PHASES.items() if key in metrics}
-    scale = whole / max(step_ms, sum(known.values()))
-    parts = {name: milliseconds * scale for name, milliseconds in known.items()}
+    phases = {name: metrics[key] for key, name in PHASES.items() if key in metrics}
+    scale = whole / max(step_ms, sum(phases.values()))
+    parts = {name: milliseconds * scale for name, milliseconds in phases.items()}
     return {**parts, OTHER: whole - sum(parts.values())}
 
 
@@ -199,8 +199,8 @@ def compare_speeds(classes: Sequence[WorkClass]) -> SpeedTests | None:
     judged = [one for one in classes if one.judged.runs]
     noises: float | list[Noise] = SINGLE_NOISE
     if needs_recent_speeds(judged):
-        known = [(one, noise) for one in judged if (noise := _find_noise(one.judged.runs[0]))]
-        judged, noises = [one for one, _ in known], [noise for _, noise in known]
+        pairs = [(one, noise) for one in judged if (noise := _find_noise(one.judged.runs[0]))]
+        judged, noises = [one for one, _ in pairs], [noise for _, noise in pairs]
     if len(judged) < 2:
         return None
     seconds = [[-math.log(run.metrics[SPEED]) for run in one.judged.runs] for one in judged]
@@ -223,13 +223,13 @@ def _find_noise(run: MeasuredRun) -> Noise | None:
 def _describe_single_noise(classes: Sequence[WorkClass]) -> str:
     """Return what is taken for the noise of speeds where there is one run of each."""
     runs = [run for one in classes for run in one.judged.runs]
-    known = [noise.deviation for run in runs if (noise := _find_noise(run)) is not None]
+    deviations = [noise.deviation for run in runs if (noise := _find_noise(run)) is not None]
     source = f"{format_percent(SINGLE_NOISE)} is taken for it"
-    if known and max(known) > SINGLE_NOISE:
-        most = format_percent(max(known))
+    if deviations and max(deviations) > SINGLE_NOISE:
+        most = format_percent(max(deviations))
         source += f", and of a speed what it varied by from log point to log point, up to {most}"
-    if left := len(runs) - len(known):
-        of = f"that of {left} of {len(runs)}" if known else "any"
+    if left := len(runs) - len(deviations):
+        of = f"that of {left} of {len(runs)}" if deviations else "any"
         source += f"; no difference of {of} in speed is told, since they logged too few to show it"
     return source
 
@@ -381,25 +381,25 @@ def _describe_power(speeds: SpeedTests) -> str:
     runs = " to ".join(map(str, (counts[0], counts[-1])[: len(counts)]))
     runs += " run" if counts[-1] == 1 else " runs"
     least = math.log1p(MIN_DIFFERENCE)
-    found = math.expm1(speeds.tests.find_told_difference(POWER, least=least))
-    told = format_percent(found) if found < 1 else f"{_format_times(1 + found)}x"
+    difference = math.expm1(speeds.tests.find_told_difference(POWER, least=least))
+    words = format_percent(difference) if difference < 1 else f"{_format_times(1 + difference)}x"
     return (
         f"No difference in speed is beyond chance: at this noise of "
-        f"{format_percent(speeds.tests.deviation)} and {runs} of each, one of {told} would have "
+        f"{format_percent(speeds.tests.deviation)} and {runs} of each, one of {words} would have "
         "been told in 4 of 5 comparisons"
     )
 
 
 def _describe_epochs(groups: Sequence[Group]) -> list[str]:
     """Return a sentence on the epochs that hold the least of steps, where that is below half."""
-    known = [(group, parts) for group in groups if (parts := compute_epoch_parts(group))]
-    if not known:
+    by_group = [(group, parts) for group in groups if (parts := compute_epoch_parts(group))]
+    if not by_group:
         return []
 
     def share(parts: Mapping[str, float]) -> float:
         return sum(parts.get(name, 0.0) for name in STEP_PARTS) / sum(parts.values())
 
-    group, parts = min(known, key=lambda one: share(one[1]))
+    group, parts = min(by_group, key=lambda one: share(one[1]))
     if share(parts) >= 0.5:
         return []
     beside = sorted(
@@ -468,10 +468,10 @@ def _is_held(phase: str, group: Group, base: Group) -> bool:
 
 def _explain_phase(phase: str, group: Group, base: Group) -> str:
     causes = []
-    asked = {name.rpartition(".")[2] for name in group.settings}  # which says it already
+    names = {name.rpartition(".")[2] for name in group.settings}  # which says it already
     for name in WHY.get(phase, ()):
         mine, its = group.find_tag(name), base.find_tag(name)
-        if name in asked or (name == "micro_batch" and "batch_size" in asked):
+        if name in names or (name == "micro_batch" and "batch_size" in names):
             continue
         if mine and its and mine != its:
             reason = group.find_tag(f"{name}.reason")

@@ -86,7 +86,7 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
     axes: dict[str, list[str]] = {DEVICE: split_values(devices)} if devices is not None else {}
     problems = []
     for text in vary:
-        name, equals, given = text.removeprefix("--").partition("=")
+        name, equals, words = text.removeprefix("--").partition("=")
         shown = make_printable(text, limit=80)
         if not equals:
             problems.append(f"--vary {shown}: must be NAME=VALUE,VALUE")
@@ -95,11 +95,11 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
             problems.append(
                 f"--vary {shown}: {name} is varied already; give all its values at once"
             )
-        elif is_secret(name, given) or redact(given) != given:
+        elif is_secret(name, words) or redact(words) != words:
             problems.append(f"--vary {name}: is a secret, which no page of a comparison may show")
         elif name.startswith("run."):
             problems.append(f"--vary {shown}: {name} is a name, and makes no other training")
-        axes.setdefault(name, split_values(given))
+        axes.setdefault(name, split_values(words))
     for name, values in axes.items():
         if not all(values) or len(set(values)) < len(values):
             wrong = "one that is empty" if not all(values) else "one twice"

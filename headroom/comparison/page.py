@@ -272,11 +272,11 @@ class ComparisonReport:
 
 
 def compare_groups(
-    groups: Sequence[Group], *, title: str, goal: Goal | None = None, told: Sequence[str] = ()
+    groups: Sequence[Group], *, title: str, goal: Goal | None = None, lines: Sequence[str] = ()
 ) -> ComparisonReport:
     """Return the report on these groups.
 
-    goal: of a search, which `told` has described in words already.
+    goal: of a search, which `lines` has described in words already.
     """
     score, peak = goal.name if goal is not None else find_score(groups), find_peak_metric(groups)
     classes = differences.find_work_classes(groups)
@@ -325,7 +325,7 @@ def compare_groups(
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
     notes = list(dict.fromkeys(notes))
     if goal is not None:
-        return ComparisonReport(title, groups, kept, notes, list(told), goal)
+        return ComparisonReport(title, groups, kept, notes, list(lines), goal)
     said = differences.describe_differences(groups, classes, speeds)
     doubts = differences.describe_doubts(groups, classes)
     return ComparisonReport(title, groups, kept, notes, said, doubts=doubts)

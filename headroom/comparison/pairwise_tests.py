@@ -244,9 +244,12 @@ def _apply_holm(p: Matrix) -> tuple[Matrix, NDArray[np.bool_]]:
 def _spread_over_matrix(
     mean: Matrix, far: Matrix, is_told: NDArray[np.bool_], pairs: _Pairs
 ) -> PairTests:
-    reach, told = np.zeros((len(mean), len(mean))), np.zeros((len(mean), len(mean)), dtype=bool)
+    reach, is_different = (
+        np.zeros((len(mean), len(mean))),
+        np.zeros((len(mean), len(mean)), dtype=bool),
+    )
     first, second = np.triu_indices(len(mean), 1)
     reach[first, second] = reach[second, first] = far
-    told[first, second] = told[second, first] = is_told
+    is_different[first, second] = is_different[second, first] = is_told
     difference = mean[:, None] - mean[None, :]
-    return PairTests(difference, difference - reach, difference + reach, told, pairs)
+    return PairTests(difference, difference - reach, difference + reach, is_different, pairs)

@@ -98,7 +98,7 @@ class Group:
 
     @property
     def has_lower_bound(self) -> bool:
-        """Whether the peak of one of them may have been higher than what was seen of it."""
+        """True if the peak of one of them may have been higher than what was seen of it."""
         return any(run.metrics.get(LOWER_BOUND) for run in self.done)
 
     @property
@@ -266,14 +266,14 @@ def compute_epoch_parts(group: Group) -> dict[str, float]:
     runs = [run for run in group.done if compute_epoch_s(run)]
     runs.sort(key=lambda run: compute_epoch_s(run) or 0.0)
     middle = runs[(len(runs) - 1) // 2 : len(runs) // 2 + 1]
-    known = [(run.metrics["train/epoch"], split_training_time(run.metrics)) for run in middle]
-    if not all(parts for _, parts in known):
+    splits = [(run.metrics["train/epoch"], split_training_time(run.metrics)) for run in middle]
+    if not all(parts for _, parts in splits):
         return {}
-    found: dict[str, float] = {}
-    for epochs, parts in known:
+    epoch_parts: dict[str, float] = {}
+    for epochs, parts in splits:
         for name, seconds in parts.items():
-            found[name] = found.get(name, 0.0) + seconds / epochs / len(known)
-    return found
+            epoch_parts[name] = epoch_parts.get(name, 0.0) + seconds / epochs / len(splits)
+    return epoch_parts
 
 
 def compute_epoch_j(run: MeasuredRun) -> float | None:

@@ -156,9 +156,9 @@ class Trials:
             return False
         at = cell.number - 1
         if at not in self._journals:
-            known = self.study.trials[at]
-            last = max(known.intermediate_values, default=0)
-            self._journals[at] = Trial(self.study, known._trial_id), 0, last
+            stored_trial = self.study.trials[at]
+            last = max(stored_trial.intermediate_values, default=0)
+            self._journals[at] = Trial(self.study, stored_trial._trial_id), 0, last
         trial, offset, last = self._journals[at]
         epochs, offset = read_evaluations(folder / LOG, offset, self.goal.name)
         new = [(epoch, value) for epoch, value in epochs if epoch > last]

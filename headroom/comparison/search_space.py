@@ -1,8 +1,6 @@
-"""Searches settings with Optuna. What is searched: the ranges and the choices of each
-setting, by which sampler, how many trials, and which metric is the goal; what no search
-could be made of is refused. And the trials: each is drawn from the results of those before,
-by Optuna's samplers, and its pruners say which training ends early; its journal in the
-comparison's folder is what an interrupted search goes on from.
+"""What a search looks through: the ranges and the choices of each setting, by which sampler, how
+many trials, and which metric is the goal. It refuses what no search could be made of. search.py
+draws the trials from it.
 """
 
 from __future__ import annotations
@@ -110,14 +108,14 @@ def parse_range(values: Sequence[str], name: str = "") -> Range | None:
     return axis_range
 
 
-def parse_ranges(found: Mapping[str, Sequence[str]], *, how: str) -> Axes:
+def parse_ranges(texts: Mapping[str, Sequence[str]], *, how: str) -> Axes:
     """Return the ranges and choices.
 
     Raises ConfigError where the sampler can't draw from them.
     """
     axes: dict[str, Range | Sequence[str]] = {}
     problems: list[str] = []
-    for name, values in found.items():
+    for name, values in texts.items():
         try:
             axes[name] = parse_range(values, name) or values
         except ConfigError as error:
@@ -160,21 +158,21 @@ def is_optuna_here() -> bool:
     return find_spec("optuna") is not None
 
 
-def find_goal(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
+def find_goal(word: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
     """Return the metric that is optimized, of those that these tasks measure.
 
     own: names of the user's. Raises ConfigError.
     """
-    direction, colon, name = asked.rpartition(":")
+    direction, colon, name = word.rpartition(":")
     lists = [list_best_metrics(task) or ["val/loss"] for task in tasks] or [["val/loss"]]
     shared = [metric for metric in lists[0] if all(metric in figures for figures in lists)]
     mine = [f"val/{metric}" for metric in own]
-    if not asked:
+    if not word:
         scores = list_shown(Place.GOAL)
         return find_goal(next(score for score in scores if score in shared), tasks, own)
     if (colon and direction not in ("min", "max")) or name not in (*shared, *mine):
         choices = ", ".join(shared + mine)
-        raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {choices}")
+        raise ConfigError(f"--goal {make_printable(word, limit=80)}: must be one of {choices}")
     if name in mine and name not in shared and not colon:
         raise ConfigError(f"--goal {name}: is your own; say min:{name} or max:{name}")
-    return Goal.parse(asked)
+    return Goal.parse(word)

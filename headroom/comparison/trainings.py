@@ -65,7 +65,7 @@ class ComparisonFolder:
     """The folder of a comparison, and how far it has come."""
 
     folder: Path
-    asked: str  # what it is of: the same words go on with it
+    words: str  # what it is of: the same words go on with it
     run_id: str = ""
     is_over: bool = False
     ended: dict[int, TrainingEnd] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ComparisonFolder:
 
     def keep(self) -> None:
         state = {
-            "asked": self.asked,
+            "words": self.words,
             "run_id": self.run_id,
             "is_over": self.is_over,
             "inputs": self.inputs,
@@ -137,7 +137,7 @@ def _describe_changes(before: Inputs, now: Inputs) -> list[str]:
 
 
 def open_comparison(
-    place: Path, asked: str, inputs: Inputs | None = None, *, is_anew: bool = False
+    place: Path, words: str, inputs: Inputs | None = None, *, is_anew: bool = False
 ) -> ComparisonFolder:
     """Return the newest unfinished comparison of the same words, or a new one.
 
@@ -147,14 +147,14 @@ def open_comparison(
     inputs = inputs or {}
     for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
         state = read_json(file)
-        if state.get("asked") != asked or state.get("is_over"):
+        if state.get("words") != words or state.get("is_over"):
             continue
         lock = FileLock(file.parent / LOCK)
         if not lock.take():
             lock.close()
             continue
         ended = {one["number"]: TrainingEnd(**one) for one in state.get("ended", ())}
-        opened = ComparisonFolder(file.parent, asked, state.get("run_id", ""), False, ended, lock)
+        opened = ComparisonFolder(file.parent, words, state.get("run_id", ""), False, ended, lock)
         opened.inputs, opened.taken_over = state.get("inputs") or inputs, [*ended]
         changes = _describe_changes(opened.inputs, inputs)
         if not (is_anew or changes):
@@ -173,7 +173,7 @@ def open_comparison(
     folder.mkdir(mode=0o700, parents=True)
     lock = FileLock(folder / LOCK)
     lock.take()
-    return ComparisonFolder(folder, asked, lock=lock, inputs=inputs)
+    return ComparisonFolder(folder, words, lock=lock, inputs=inputs)
 
 
 class Source(Protocol):

@@ -1,7 +1,9 @@
-"""Checks and converts the targets of a loader's batches: finds what task they are for, looks
-at each batch of them on the host, and brings them into the types that losses take before they
-are sent to a device, where a label out of range would make CUDA fail for the rest of the
-process. It refuses labels that no class has and numbers that are not finite.
+"""Reads the batches of a user's own loader: counts them, tells what is wrong with one and in which
+row, and gives each rank of a training its own part of every batch, in the order of one process.
+Their targets are checked on the host and brought into the types that losses take before they are
+sent to a device, where a label out of range would make CUDA fail for the rest of the process. It
+refuses labels that no class has, numbers that are not finite, and a loader that several processes
+cannot share.
 """
 
 from __future__ import annotations
@@ -46,12 +48,12 @@ IGNORED = -100  # the label that PyTorch's losses skip by default
 REMEDY = "set data.task to own, and train.loss to a function of yours"
 
 
-def find_task(asked: str, inputs: Any, targets: Any) -> str:
+def find_task(requested: str, inputs: Any, targets: Any) -> str:
     """Return data.task, or the task that the targets of a first batch imply; own, where these stand
     among the inputs and imply none: a model that takes them may give its loss itself. Raises
     DataError."""
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     is_taken = isinstance(inputs, Mapping) and any(name in inputs for name in LABELS)
     if is_taken and not isinstance(targets, Tensor):
         return "own"
@@ -213,10 +215,10 @@ class RankBatchSampler:
         return self._iterate_parts(drawn, of_python, of_epoch[1])
 
     def _iterate_parts(
-        self, found: Iterator[Any], of_python: Any, of_numpy: np.random.MT19937
+        self, batches: Iterator[Any], of_python: Any, of_numpy: np.random.MT19937
     ) -> Iterator[Any]:
         while True:
-            batch, of_python = self._draw(partial(next, found, _END), of_python, of_numpy)
+            batch, of_python = self._draw(partial(next, batches, _END), of_python, of_numpy)
             if batch is _END:
                 return
             if self._share.size > 1:

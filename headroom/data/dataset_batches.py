@@ -324,7 +324,7 @@ class StreamedBatches(_StoredBatches):
         self._arrays: tuple[Any, ...] = tuple(map(FileRows, arrays)) if is_spare else arrays
         if layout.context:
             length = layout.context + 1
-            # None is asked for a slice: span() names rows by where they begin.
+            # Never a slice of it: of tokens `select_span` names the rows by where they begin.
             self._arrays = tuple(TokenWindows(a, length) for a in self._arrays)
         self._idle: PinnedStaging | None = None  # of the last iteration, for the next
         self._busy: list[PinnedStaging] = []

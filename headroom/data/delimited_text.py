@@ -64,8 +64,8 @@ class DelimitedText:
             skipped = 0
             try:
                 for cells in _stream_rows(replace(self, block_bytes=size_bytes), file, places):
-                    known = min(seen - skipped, cells.num_rows)
-                    skipped, rest = skipped + known, cells.slice(known)
+                    count = min(seen - skipped, cells.num_rows)
+                    skipped, rest = skipped + count, cells.slice(count)
                     if rest.num_rows:
                         yield rest, file.tell()
                         seen = skipped = seen + rest.num_rows
@@ -111,12 +111,12 @@ def open_delimited(
 def _split_header(line: str, rows: list[bytes], usual: str) -> tuple[str, list[str]]:
     """What separates cells, and those of the first line: as many as there can be, and as many as
     in the first row, where one mark makes it so."""
-    lines, found = [line, *(row.decode(errors="replace") for row in rows)], []
+    lines, candidates = [line, *(row.decode(errors="replace") for row in rows)], []
     for mark in usual + OTHER_MARKS:
         cells, *others = csv.reader(lines, delimiter=mark)
         is_alike = len(cells) > 1 and all(len(other) == len(cells) for other in others)
-        found.append((is_alike, len(cells), mark, cells))
-    return max(found, key=lambda one: one[:2])[2:]
+        candidates.append((is_alike, len(cells), mark, cells))
+    return max(candidates, key=lambda one: one[:2])[2:]
 
 
 def _stream_rows(

@@ -267,8 +267,8 @@ def _measure_columns(table: Table, for_training: np.ndarray) -> tuple[Moments, l
     def measure(start: int, values: np.ndarray) -> tuple[Moments, list[np.ndarray]]:
         chosen = for_training[start : start + values.shape[1]].astype(np.float64)
         counts = [
-            np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
-            for codes, known in zip(values[~numeric], words, strict=True)
+            np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(column_words))
+            for codes, column_words in zip(values[~numeric], words, strict=True)
         ]
         return compute_moments(table.numbers(values), chosen, holes=holes), counts
 

@@ -70,8 +70,8 @@ def _list_entries(folder: Path) -> tuple[list[os.DirEntry[str]], int]:
     """What lies in a folder, by name, and how much clutter was left out."""
     shown = shorten(str(folder), 300)
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
     except FileNotFoundError:
         raise make_missing_error(folder, "folder") from None
     except NotADirectoryError:

@@ -112,18 +112,18 @@ class JsonLines:
         """The values of a row by the columns; None where one is missing."""
         if row.keys == self.names:
             return row.values
-        found = dict(zip(row.keys, row.values, strict=True))
-        if not self.skips_late and (late := found.keys() - self._known):
+        values = dict(zip(row.keys, row.values, strict=True))
+        if not self.skips_late and (late := values.keys() - self._all_names):
             key = next(key for key in row.keys if key in late)
             raise DataError(
                 f"data.path: {self.path.name} line {row.line} has the key {shorten(key)}, which no "
                 f"line in the first {format_size(HEAD_BYTES)} has; write it there too, if only as "
                 "null"
             )
-        return [found.get(name) for name in self.names]
+        return [values.get(name) for name in self.names]
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _all_names(self) -> frozenset[str]:
         return frozenset(self.names)
 
     def _make_cells(
@@ -254,7 +254,7 @@ def _parse_lines(text: str, label: str, first: int) -> list[_Row]:
 
 def _parse_line(line: str, label: str, number: int) -> _Row:
     try:
-        found, end = DECODER.raw_decode(line)
+        pairs, end = DECODER.raw_decode(line)
     except JSONDecodeError as error:
         raise DataError(
             f"data.path: {label} line {number} is no JSON ({error.msg} at character "
@@ -266,7 +266,7 @@ def _parse_line(line: str, label: str, number: int) -> _Row:
             f"data.path: {label} line {number} is nested too deeply; write an object a line, of "
             "values that are not nested"
         ) from None
-    if not isinstance(found, tuple):
+    if not isinstance(pairs, tuple):
         raise DataError(
             f"data.path: {label} line {number} is no object ({shorten(line, 40)}); write each row "
             'as an object on a line of its own, such as {"a": 1, "b": "red"}'
@@ -276,9 +276,9 @@ def _parse_line(line: str, label: str, number: int) -> _Row:
             f"data.path: {label} line {number} holds more than an object (at character {end + 1}: "
             f"{shorten(line[end : end + 16])}); write an object a line"
         )
-    if not found:
+    if not pairs:
         return _Row(number, (), ())
-    keys, values = zip(*found, strict=True)
+    keys, values = zip(*pairs, strict=True)
     if len(set(keys)) < len(keys):
         key = next(key for key in keys if keys.count(key) > 1)
         raise DataError(

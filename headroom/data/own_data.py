@@ -317,7 +317,7 @@ def _make_loader(part: Any, feeding: LoaderOptions, *, shuffles: bool, pins: boo
 
 
 def _is_on_host(part: Any) -> bool:
-    """Whether rows may be pinned, which PyTorch refuses where they lie on a device."""
+    """True if rows may be pinned, which PyTorch refuses where they lie on a device."""
     if isinstance(part, IterableDataset):  # whose first row would be gone
         return True
     try:
@@ -511,7 +511,7 @@ def _refuse_nan(x: Any) -> None:
 
 
 def _has_same_data(feeds: Loaders) -> bool:
-    """Whether both loaders read the same data set, or arrays that are equal as far as looked at."""
+    """True if both loaders read the same data set, or arrays that are equal as far as looked at."""
     train, val = (getattr(loader, "dataset", loader) for loader in (feeds.train, feeds.val))
     if not isinstance(train, TensorDataset) or not isinstance(val, TensorDataset):
         return train is val

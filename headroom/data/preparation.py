@@ -1,6 +1,8 @@
-"""Makes of a table, or of images, the arrays that training maps: labels encoded, rows split,
-features and amounts scaled, written in blocks. What cannot be learnt from is refused by
-`target_encoding.py` and `scaling.py`, before anything is written or while it is.
+"""Prepares a data set for a training and returns its facts. Where the cache has none of these
+settings and rows, the source is read and becomes the arrays that training maps: labels encoded,
+rows split, features and amounts scaled, or a text cut into tokens, written in blocks. What cannot
+be learnt from is refused by `targets.py`, `encoding.py` and the file of its source, before anything
+is written or while it is.
 """
 
 from __future__ import annotations
@@ -391,20 +393,20 @@ def prepare_dataset(data: DataConfig, *, batch_size: int = 64, seed: int = 0) ->
     """
     read: RawData | Tokens | None = None
     if is_import_path(data.source):
-        given = _read_own_data(data, batch_size, seed)
-        if isinstance(given, DataFacts):
+        own = _read_own_data(data, batch_size, seed)
+        if isinstance(own, DataFacts):
             _refuse_split(data)
-            return given
-        read, found = given
+            return own
+        read, fingerprint = own
     else:
         SOURCES[data.source].check(data)
-        read, found = (
+        read, fingerprint = (
             _read_while_hashing(data) if _is_new(data) else (None, _fingerprint_data(data))
         )
-    folder = _name_folder(data, found)
+    folder = _name_folder(data, fingerprint)
     manifest, reused = prepared_cache.read_manifest(folder), True
     if manifest is None:
-        manifest, reused = _write_prepared(data, found, folder, read)
+        manifest, reused = _write_prepared(data, fingerprint, folder, read)
     facts = _make_facts(data, folder, manifest, reused=reused)
     log.info(
         "data %s: %s training%s and %s validation rows of %s, %s, fingerprint %s%s",
@@ -482,7 +484,7 @@ def _read_while_hashing(data: DataConfig) -> tuple[RawData | Tokens, SourceFinge
 
 
 def _is_new(data: DataConfig) -> bool:
-    """Whether nothing prepared with these settings comes from this path: if so, only the content
+    """True if nothing prepared with these settings comes from this path: if so, only the content
     could tell that it is there all the same, which is rare."""
     if data.source not in TABLE_FILES:
         return False
@@ -504,9 +506,9 @@ def _collect_settings(data: DataConfig) -> dict[str, Any]:
     return {n: hide_secrets(v, f"data.{n}", by_name=n == "args") for n, v in settings.items()}
 
 
-def _name_folder(data: DataConfig, found: SourceFingerprint) -> Path:
+def _name_folder(data: DataConfig, fingerprint: SourceFingerprint) -> Path:
     said = json.dumps(
-        [prepared_cache.FORMAT, _collect_settings(data), found.sha256], sort_keys=True
+        [prepared_cache.FORMAT, _collect_settings(data), fingerprint.sha256], sort_keys=True
     )
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     source = "own" if is_import_path(data.source) else data.source
@@ -514,7 +516,7 @@ def _name_folder(data: DataConfig, found: SourceFingerprint) -> Path:
 
 
 def _write_prepared(
-    data: DataConfig, found: SourceFingerprint, folder: Path, read: RawData | Tokens | None
+    data: DataConfig, fingerprint: SourceFingerprint, folder: Path, read: RawData | Tokens | None
 ) -> tuple[dict[str, Any], bool]:
     """read: what is there already; else the source is read."""
     if read is None:
@@ -524,9 +526,9 @@ def _write_prepared(
 
     def fill(temporary: Path) -> dict[str, Any]:
         manifest = draft.write(temporary)
-        refuse_changed_files(found, lambda: list_source_files(data))
-        path = None if found.path is None else hide_in_text(found.path)
-        source = {**vars(found), "path": path}
+        refuse_changed_files(fingerprint, lambda: list_source_files(data))
+        path = None if fingerprint.path is None else hide_in_text(fingerprint.path)
+        source = {**vars(fingerprint), "path": path}
         return {**manifest, "source": source, "settings": _collect_settings(data)}
 
     return prepared_cache.publish_folder(folder, fill)

@@ -181,7 +181,7 @@ def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def _has_checksums(path: Path, blocks: list[int]) -> bool:
-    """Whether the file's blocks have these checksums."""
+    """True if the file's blocks have these checksums."""
     with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:
 
         def crc32(number: int) -> int:
@@ -392,23 +392,23 @@ class BackgroundHash:
             self._path, self._before = path, _stat_files(files)
         except OSError as error:
             raise DataError(_describe_unreadable(path, error)) from None
-        self._found: Future[SourceFingerprint] = Future()
+        self._fingerprint: Future[SourceFingerprint] = Future()
         # A daemon: where the reading fails nobody waits for the checksum of a large file.
         Thread(target=self._hash, args=(files,), daemon=True).start()
 
     def result(self) -> SourceFingerprint:
         """Return what `fingerprint_source` gives. Raises DataError, also where a file was
         written since."""
-        fingerprint = self._found.result()
+        fingerprint = self._fingerprint.result()
         if (fingerprint.bytes, fingerprint.mtime_ns) != self._before:
             raise DataError(_describe_change(self._path))
         return fingerprint
 
     def _hash(self, files: Sequence[Path]) -> None:
         try:
-            self._found.set_result(fingerprint_source(self._path, files))
+            self._fingerprint.set_result(fingerprint_source(self._path, files))
         except BaseException as error:
-            self._found.set_exception(error)
+            self._fingerprint.set_exception(error)
 
 
 def _describe_unreadable(path: Path, error: OSError) -> str:
@@ -419,16 +419,18 @@ def _describe_change(path: object) -> str:
     return f"data.path: {path} was changed while it was read; start again when it is whole"
 
 
-def refuse_changed_files(found: SourceFingerprint, files: Callable[[], Sequence[Path]]) -> None:
-    """Raises DataError where one of the files was written, added or removed since `found`."""
-    if found.path is None:
+def refuse_changed_files(
+    fingerprint: SourceFingerprint, files: Callable[[], Sequence[Path]]
+) -> None:
+    """Raises DataError where one of the files was written, added or removed since `fingerprint`."""
+    if fingerprint.path is None:
         return
     try:
-        same = _stat_files(files()) == (found.bytes, found.mtime_ns)
+        same = _stat_files(files()) == (fingerprint.bytes, fingerprint.mtime_ns)
     except (OSError, DataError):
         same = False
     if not same:
-        raise DataError(_describe_change(found.path))
+        raise DataError(_describe_change(fingerprint.path))
 
 
 def _stat_files(files: Sequence[Path]) -> tuple[int, int]:

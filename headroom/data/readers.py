@@ -84,10 +84,10 @@ def open_table(
     """Open a table by its head. allowed_bytes: of memory that reading may take. skips_late: columns
     that come to light only below the head are left out; else they are refused. Errors: DataError.
     """
-    found: TableFile = _find_opener(source)(
+    table: TableFile = _find_opener(source)(
         path, source, allowed_bytes=allowed_bytes, skips_late=skips_late
     )
-    return found
+    return table
 
 
 def open_arrays(
@@ -97,14 +97,14 @@ def open_arrays(
 ) -> ArrayFile:
     """Open a file of arrays by the headers of those that `pick` chooses by name. Errors:
     DataError."""
-    found: ArrayFile = _find_opener(source)(path, pick)
-    return found
+    arrays: ArrayFile = _find_opener(source)(path, pick)
+    return arrays
 
 
 def _find_opener(source: str) -> Callable[..., Any]:
     module, _, name = FORMATS[source].opens.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
+    opener: Callable[..., Any] = getattr(import_module(module), name)
+    return opener
 
 
 def read_cell(table: TableFile, place: int, row: int) -> str:
@@ -112,7 +112,7 @@ def read_cell(table: TableFile, place: int, row: int) -> str:
     is read up to it."""
     for cells, _ in table.read([place]):
         if row < len(cells):
-            found = cells[0][row].as_py()
-            return "" if found is None else str(found)
+            value = cells[0][row].as_py()
+            return "" if value is None else str(value)
         row -= len(cells)
     return ""

@@ -207,8 +207,8 @@ def warn_of_test(
                 math.sqrt(good * (1 - good) / data.val_rows),
                 math.sqrt(then * (1 - then) / data.test_rows),
             )
-        known = [math.inf if error is None else error for error in errors]
-        if good - then > max(least, FAR_ERRORS * math.hypot(*known)):
+        bounds = [math.inf if error is None else error for error in errors]
+        if good - then > max(least, FAR_ERRORS * math.hypot(*bounds)):
             return (
                 f"test/{name} is {format_number(then)}, far below val/{name}, which is "
                 f"{format_number(good)}: {where}, or too much was chosen by the validation rows; "
@@ -254,8 +254,8 @@ def _find_answer(raw: RawData) -> str | None:
             there = there[columns[there, 0] == target[0]]
         words = [None if table is None else table.columns[i].words for i in there]
         equal = [
-            np.array_equal(_decode_column(columns[i], known), target)
-            for i, known in zip(there, words, strict=True)
+            np.array_equal(_decode_column(columns[i], column_words), target)
+            for i, column_words in zip(there, words, strict=True)
         ]
         there = there[np.array(equal, dtype=bool)]
         if not len(there):

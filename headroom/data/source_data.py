@@ -23,7 +23,7 @@ from headroom.settings.run_config import TOKEN_SOURCES, DataConfig
 from headroom.watch import host_memory
 
 TARGET_NAMES = ("target", "label", "class", "y")
-MAGIC = {magic: name for name, found in FORMATS.items() for magic in found.magic}
+MAGIC = {magic: name for name, file_format in FORMATS.items() for magic in file_format.magic}
 FOREIGN = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first",
     b"\xfd7zXZ": "is compressed with xz; unpack it first",

@@ -177,6 +177,6 @@ BY_CONTENT = {
 }
 SOURCES = {
     "digits": Source(_check_digits, _read_digits),
-    **{name: BY_CONTENT[found.holds] for name, found in FORMATS.items()},
+    **{name: BY_CONTENT[file_format.holds] for name, file_format in FORMATS.items()},
     "synthetic": Source(_check_synthetic, _read_synthetic),
 }

@@ -107,8 +107,8 @@ class Table:
         if not any(column.parts for column in self.columns):
             return values if self.numeric.all() else values[self.numeric]
         numbers = [
-            compute_date_parts(given, column.parts) if column.parts else given[None]
-            for given, column in zip(values, self.columns, strict=True)
+            compute_date_parts(cells, column.parts) if column.parts else cells[None]
+            for cells, column in zip(values, self.columns, strict=True)
             if column.words is None
         ]
         return np.concatenate(numbers) if numbers else values[:0]

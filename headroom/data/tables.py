@@ -213,7 +213,7 @@ def _open_source(data: DataConfig) -> SourceTable:
     names, types = parts[0].names, parts[0].types
     if FORMATS[data.source].is_delimited:
         refuse_no_header(names, label)
-    kinds = [classify_type(found) for found in types]
+    kinds = [classify_type(arrow_type) for arrow_type in types]
     useless = [name for name, kind in zip(names, kinds, strict=True) if kind not in OF_USE]
     chosen = choose_columns(names, data, label, useless=useless)
     problems = []
@@ -345,15 +345,15 @@ class TableBuilder:
         split_by = () if by is None else source([self._chosen.names.index(by)])
         return self._make_raw(rows.column(0) for rows in split_by)
 
-    def _add(self, places: Sequence[int], given: Sequence[pa.Array], start: int) -> None:
+    def _add(self, places: Sequence[int], arrays: Sequence[pa.Array], start: int) -> None:
         """Add rows of some columns; start: the first of them."""
-        end = start + len(given[0])
+        end = start + len(arrays[0])
         if end > self._store.rows:
             self.expect(end - self._store.rows)
         if self._store.columns in places and not start:
             self._targets = []
 
-        for place, array in zip(places, given, strict=True):
+        for place, array in zip(places, arrays, strict=True):
             column = self._columns[place]
             values = column.add(array)
             if values is not None and place < self._store.columns:
@@ -409,12 +409,12 @@ class TableBuilder:
         )
 
     def _target(self) -> np.ndarray:
-        values, known = np.concatenate(self._targets), self._columns[-1].learnt().words
+        values, class_names = np.concatenate(self._targets), self._columns[-1].learnt().words
         self._targets = []
-        if known is None:
+        if class_names is None:
             return values
-        words = np.empty(len(known), dtype=object)
-        words[:] = list(known)
+        words = np.empty(len(class_names), dtype=object)
+        words[:] = list(class_names)
         return words[values]
 
     @property

@@ -182,8 +182,8 @@ def _find_distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | 
     return distinct
 
 
-def _number_classes(raw: RawData, known: np.ndarray | None) -> Labels:
-    classes = _find_distinct(raw.target) if known is None else known
+def _number_classes(raw: RawData, known_classes: np.ndarray | None) -> Labels:
+    classes = _find_distinct(raw.target) if known_classes is None else known_classes
     assert classes is not None
     values = np.empty(len(raw.target), dtype=np.min_scalar_type(len(classes)))
     for part in iterate_row_blocks(len(values)):
@@ -317,10 +317,10 @@ class TreeJudge:
         beside = {p: x[:, list(line.places)] @ slopes + intercept for p, x in self.inputs.items()}
         trees = HistGradientBoostingRegressor(max_iter=50, random_state=0, early_stopping=False)
         trees.fit(self.inputs["train"], transform.apply(self.amounts["train"]) - beside["train"])
-        found = trees.predict(self.inputs["val"]) + beside["val"]
+        predictions = trees.predict(self.inputs["val"]) + beside["val"]
         if transform.log:
-            found = np.expm1(np.minimum(found, MOST_GROWN)) * transform.log[0]
-        apart = np.abs(found - self.amounts["val"])
+            predictions = np.expm1(np.minimum(predictions, MOST_GROWN)) * transform.log[0]
+        apart = np.abs(predictions - self.amounts["val"])
         return float(np.sqrt(apart.mean() * np.sqrt(np.square(apart).mean())))
 
     def measure_least_error(self, transform: TargetTransform, line: LinePlaces) -> float:

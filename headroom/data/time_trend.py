@@ -75,7 +75,7 @@ def _find_time_places(columns: Sequence[Column], data: DataConfig) -> TimePlaces
 class TimeRange:
     """The times of the training rows, as inputs."""
 
-    found: TimePlaces
+    time: TimePlaces
     low: np.ndarray  # of each place
     high: np.ndarray
     unit: float  # what the first of the inputs was divided by
@@ -83,7 +83,7 @@ class TimeRange:
     @property
     def line(self) -> LinePlaces:
         """Return the inputs that a line may go on in."""
-        column, places = self.found.column, self.found.places
+        column, places = self.time.column, self.time.places
         span = float(self.high[0] - self.low[0]) * self.unit
         is_short = column.kind == "date" and span < YEAR_DAYS
         steps = (*STEPS, *(SEASON_PARTS if is_short else ()))
@@ -96,10 +96,10 @@ def choose_line(
 ) -> tuple[TimeInputs, tuple[str, ...]]:
     """Return what a model is to do about times, and a note for a person. judge: None where nothing
     tells whether a line is better."""
-    places, low, high = times.found.places, times.low.tolist(), times.high.tolist()
+    places, low, high = times.time.places, times.low.tolist(), times.high.tolist()
     held, name = (
         TimeInputs(tuple(places), tuple(low), tuple(high)),
-        shorten(times.found.column.name),
+        shorten(times.time.column.name),
     )
     if judge is None:
         return held, ()

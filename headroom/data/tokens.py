@@ -153,35 +153,37 @@ def _check_length(tokens: int, context: int, *, label: str) -> None:
         )
 
 
-def _find_vocabulary(values: np.ndarray, asked: int | None, *, label: str) -> int:
+def _find_vocabulary(values: np.ndarray, requested: int | None, *, label: str) -> int:
     largest = 0
     for start in range(0, len(values), BLOCK_TOKENS):
         block = values[start : start + BLOCK_TOKENS]
-        bad = (block < 0) | (block >= (asked or MOST_TOKENS))
+        bad = (block < 0) | (block >= (requested or MOST_TOKENS))
         if bad.any():
             at = int(bad.argmax())
-            raise DataError(_describe_bad_token(int(block[at]), start + at + 1, asked, label=label))
+            raise DataError(
+                _describe_bad_token(int(block[at]), start + at + 1, requested, label=label)
+            )
         largest = max(largest, int(block.max()))
-    if asked is None and largest == 0:
+    if requested is None and largest == 0:
         raise DataError(
             f"data.path: {label} holds token 0 alone, from which there is nothing to learn; use "
             "another text"
         )
-    return asked or largest + 1
+    return requested or largest + 1
 
 
-def _describe_bad_token(value: int, place: int, asked: int | None, *, label: str) -> str:
+def _describe_bad_token(value: int, place: int, requested: int | None, *, label: str) -> str:
     if value < 0:
         return (
             f"data.path: {label} token {place:,}: must be at least 0 (got {value}); tokens are "
             "counted from 0, so mend or drop it"
         )
-    if asked is None:
+    if requested is None:
         return (
             f"data.path: {label} token {place:,}: must be below {MOST_TOKENS:,} (got {value:,}); "
             "use a tokenizer with a smaller vocabulary"
         )
     return (
-        f"data.args.vocab: {label} token {place:,}: must be below {asked:,} (got {value:,}); raise "
-        "data.args.vocab, or drop it"
+        f"data.args.vocab: {label} token {place:,}: must be below {requested:,} (got {value:,}); "
+        "raise data.args.vocab, or drop it"
     )

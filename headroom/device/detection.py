@@ -307,10 +307,10 @@ def find_compute_problem(device: str, dtype: torch.dtype) -> str:
     return "" if off == 0 else f"its product of two 64x64 matrices is off by {off:.3g}"
 
 
-def resolve_precision(asked: str, facts: DeviceFacts) -> str:
+def resolve_precision(requested: str, facts: DeviceFacts) -> str:
     """Return the arithmetic to train in: fp32, tf32, bf16 or fp16. Raises DeviceError."""
     on_cpu = facts.kind == "cpu"
-    if asked == "auto":
+    if requested == "auto":
         return "fp32" if on_cpu else "bf16" if facts.bf16 else "tf32" if facts.tf32 else "fp32"
     can = {
         "fp32": True,
@@ -318,14 +318,14 @@ def resolve_precision(asked: str, facts: DeviceFacts) -> str:
         "bf16": facts.bf16 or on_cpu,  # slow on most CPUs, but right
         "fp16": not on_cpu,  # its small range needs a scaler, and a CPU gains no speed by it
     }
-    if asked not in can:
-        raise DeviceError(f"train.precision: must be auto or {', '.join(can)} (got {asked!r})")
-    if can[asked]:
-        return asked
+    if requested not in can:
+        raise DeviceError(f"train.precision: must be auto or {', '.join(can)} (got {requested!r})")
+    if can[requested]:
+        return requested
     others = ", ".join(name for name, works in can.items() if works)
     model = f" ({facts.model})" if facts.model else ""
     raise DeviceError(
-        f"train.precision: {asked} is not for {facts.name}{model}; use auto or one of {others}"
+        f"train.precision: {requested} is not for {facts.name}{model}; use auto or one of {others}"
     )
 
 

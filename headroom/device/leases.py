@@ -94,13 +94,14 @@ class Leases:
         *,
         wait_s: float,
         holder: str,
-        told: Callable[[str], None] = lambda _: None,
+        show_waiting: Callable[[str], None] = lambda _: None,
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """holder: how others see the holder of the lease. told: called with what is waited for,
-        whenever that changes, and with an empty text once nothing is."""
-        self._place, self._wait_s, self._holder, self._told = place, wait_s, holder, told
+        """holder: how others see the holder of the lease. show_waiting: called with what is waited
+        for, whenever that changes, and with an empty text once nothing is."""
+        self._place, self._wait_s, self._holder = place, wait_s, holder
+        self._show_waiting = show_waiting
         self._now_s, self._sleep = now_s, sleep
         self._lease: FileLock | None = None
         self.waited_s = 0.0
@@ -126,11 +127,11 @@ class Leases:
                 reason = "" if free is not None else self._describe_holders(devices)
                 if reason != waits_for:
                     waits_for = reason
-                    self._told(reason)
+                    self._show_waiting(reason)
                 if free is not None:
                     return free
                 if self.waited_s >= self._wait_s:
-                    self._told("")
+                    self._show_waiting("")
                     raise DevicesBusyError(reason)
                 if self.waited_s - logged_s >= TELL_EVERY_S:
                     logged_s, up_to = self.waited_s, format_seconds(self._wait_s)

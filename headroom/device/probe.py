@@ -1,6 +1,6 @@
 """Looks at the real machine and writes down what is there: buses, drivers, PyTorch's build, its
-GPUs. It judges nothing, computes nothing and leaves unknown what it cannot find out. Only `look`
-touches a device, and only as far as asking for its properties and free memory.
+GPUs. It judges nothing, computes nothing and leaves unknown what it cannot find out. Only
+`probe_machine` touches a device, and only as far as asking for its properties and free memory.
 """
 
 from __future__ import annotations

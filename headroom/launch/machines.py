@@ -152,7 +152,7 @@ def _claim_name(store: TCPStore, ours: Sequence[str]) -> str | None:
 
 
 def _is_here(name: str) -> bool:
-    """Whether it is an address of this machine. Raises ConfigError where nobody knows it."""
+    """True if it is an address of this machine. Raises ConfigError where nobody knows it."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError as error:

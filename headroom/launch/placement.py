@@ -57,24 +57,24 @@ def count_threads(processes: int) -> int:
     return max(1, (cores or 1) // processes)
 
 
-def choose_device_name(asked: DeviceConfig, ranks: Ranks) -> str:
+def choose_device_name(settings: DeviceConfig, ranks: Ranks) -> str:
     """Return the name of the device that a process of torchrun asks for: the GPU of its number on
     this host. Raises DeviceError where one device is asked for by its index, and where nobody has
     given it a number and it sees several."""
-    if ranks.is_alone or asked.name == "cpu":
-        return asked.name
-    if ":" in asked.name:
+    if ranks.is_alone or settings.name == "cpu":
+        return settings.name
+    if ":" in settings.name:
         raise DeviceError(
-            f"device.name: is {asked.name}, one device, and {ranks.size} processes train together; "
-            "leave the index out"
+            f"device.name: is {settings.name}, one device, and {ranks.size} processes train "
+            "together; leave the index out"
         )
-    if asked.name in WHICHEVER:
+    if settings.name in WHICHEVER:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = None if accelerator is None else accelerator.type
     else:
-        kind = asked.name
+        kind = settings.name
     if kind is None:
-        return asked.name
+        return settings.name
     here = torch.accelerator.device_count()
     if "LOCAL_RANK" not in os.environ and here == 1:  # a scheduler has given each its own
         return f"{kind}:0"
@@ -86,7 +86,7 @@ def choose_device_name(asked: DeviceConfig, ranks: Ranks) -> str:
     return f"{kind}:{ranks.local}"
 
 
-def find_rank_device(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> DeviceFacts:
+def find_rank_device(ranks: Ranks, first: DeviceFacts, settings: DeviceConfig) -> DeviceFacts:
     """Find the device of a rank, where the first one on this host has `first`; the others
     follow by their index, and are leased until this process ends. Raises DeviceError."""
     if first.index is None or not ranks.local:
@@ -94,9 +94,9 @@ def find_rank_device(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> D
     others = [i for i in range(torch.accelerator.device_count()) if i != first.index]
     name = f"{first.name.partition(':')[0]}:{others[ranks.local - 1]}"
     leases = None
-    if not asked.share:
+    if not settings.share:
         leases = Leases(
-            find_lease_folder(), wait_s=asked.wait_s, holder=f"rank {ranks.rank} of a training"
+            find_lease_folder(), wait_s=settings.wait_s, holder=f"rank {ranks.rank} of a training"
         )
         _LEASES.append(leases)
     chosen = detect_best_device(name, leases=leases)

@@ -53,14 +53,14 @@ def train_in_processes(
     processes: int,
     restarts: int,
     log: Log,
-    asked: StopCheck = lambda: None,
+    check_stop: StopCheck = lambda: None,
 ) -> TrainFacts:
     """Return what so many processes have trained together, the first of them on `device`. restarts:
     how often all of them begin again from the last checkpoint, where one is lost.
 
     Raises what the first failing of them raised, and LostProcess where they were lost too often.
     """
-    events, lost = _EventReader(log, asked), list[str]()
+    events, lost = _EventReader(log, check_stop), list[str]()
     while True:
         with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
             ended = _Start(Path(folder), job, device, processes).follow(events)
@@ -92,8 +92,8 @@ def _log_loss(lost: list[str], restarts: int) -> None:
 class _EventReader:
     """Logs what the ranks tell, whatever start of theirs it comes from, and asks for stops."""
 
-    def __init__(self, log: Log, asked: StopCheck) -> None:
-        self._log, self._asked = log, asked
+    def __init__(self, log: Log, check_stop: StopCheck) -> None:
+        self._log, self._check_stop = log, check_stop
         self._last_steps: dict[str, int] = {}  # by the name of a metric
         self._stop: StopRequest | None = None  # that the ranks know of
         self._has_left = False
@@ -114,7 +114,7 @@ class _EventReader:
                     self._offset += len(line)
                     self._take(*json.loads(line))
         if self._stop is None:
-            self._stop = self._asked()
+            self._stop = self._check_stop()
             if self._stop is not None:
                 self._ask_for(self._stop)
 
@@ -233,8 +233,8 @@ class _Start:
     def _read_errors(self) -> dict[int, Exception]:
         """Return what the ranks raised, the first of them first."""
         files = {r: self._folder / name_error(r) for r in range(self._processes)}
-        found = sorted((f.stat().st_mtime_ns, r) for r, f in files.items() if f.exists())
-        return {rank: pickle.loads(files[rank].read_bytes()) for _, rank in found}
+        by_time = sorted((f.stat().st_mtime_ns, r) for r, f in files.items() if f.exists())
+        return {rank: pickle.loads(files[rank].read_bytes()) for _, rank in by_time}
 
     def _describe_loss(self, losses: list[LostRank], failures: Mapping[int, ProcessFailure]) -> str:
         """Return who was lost, and how: the agent knows who ended, the others who did not come."""

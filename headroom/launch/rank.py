@@ -91,7 +91,7 @@ def train_together(
     ranks: Ranks,
     *,
     log: Log,
-    asked: StopCheck = lambda: None,
+    check_stop: StopCheck = lambda: None,
     is_flow: bool = False,
 ) -> TrainFacts:
     """Train as one of the ranks; return the facts, on the lead with what all of them measured.
@@ -119,7 +119,7 @@ def train_together(
                 folder=_agree_on_folder(job, ranks),
                 log=log,
                 resumes=resumes,
-                asked=asked,
+                check_stop=check_stop,
                 ranks=ranks,
             )
             held = release_device_memory(
@@ -222,7 +222,7 @@ def main(folder: Path) -> None:
                 device,
                 ranks,
                 log=partial(events.append, "log"),
-                asked=partial(_read_stop, folder, events),
+                check_stop=partial(_read_stop, folder, events),
             )
         except TrainingLeft:
             events.append("left")

@@ -34,14 +34,14 @@ HF_LENGTH = 20  # tokens that transformers writes where nobody says how many
 
 
 def restore_units(
-    found: np.ndarray, *, offset: Any, scale: Any, log: Sequence[float]
+    outputs: np.ndarray, *, offset: Any, scale: Any, log: Sequence[float]
 ) -> np.ndarray:
     """Return a regression's outputs, (rows, targets), in the units of its targets, as float64:
     float32 knows a date in seconds to two minutes.
 
     log: units, where log(1 + amount / unit) was learnt; amounts end at 1e300 of them.
     """
-    values = found * np.asarray(scale, dtype=np.float64) + offset
+    values = outputs * np.asarray(scale, dtype=np.float64) + offset
     return values if not log else np.expm1(np.minimum(values, LARGEST_LOG)) * np.asarray(log)
 
 

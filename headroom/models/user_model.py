@@ -39,7 +39,7 @@ class BuiltinForward:
 
 
 class TakesLoss(IntEnum):
-    """Whether a loss that a model returns is the one that counts."""
+    """The cases in which a loss that a model returns is the one that counts."""
 
     NEVER = 0
     WITH_LABELS = 1  # where inputs have an entry `labels`
@@ -69,8 +69,8 @@ class OwnForward:
         taken = {name: value for name, value in x.items() if name not in self.untaken}
         return self._read(self.model(**taken), taken)
 
-    def _read(self, result: Any, given: Collection[str] = ()) -> tuple[Tensor, Tensor | None]:
-        has_labels = "labels" in given
+    def _read(self, result: Any, inputs: Collection[str] = ()) -> tuple[Tensor, Tensor | None]:
+        has_labels = "labels" in inputs
         outputs, loss = read_outputs(result, has_labels=has_labels)
         return outputs, loss if self.takes_loss > (not has_labels) else None
 
@@ -126,15 +126,15 @@ def find_numbers(result: Any) -> list[Tensor]:
 def find_labels(model: nn.Module, x: Any) -> list[str]:
     """Return the names of the inputs that are labels: without one of them the model gives outputs
     and no loss. x: a few rows, as batches hold them."""
-    forward, found = make_own_forward(model.eval(), takes_loss=TakesLoss.ALWAYS), []
+    forward, names = make_own_forward(model.eval(), takes_loss=TakesLoss.ALWAYS), []
     for name in x if isinstance(x, Mapping) and forward(x)[1] is not None else ():
         try:
             _, loss = forward({other: value for other, value in x.items() if other != name})
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError):
             continue  # what it cannot do without
         if loss is None:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 class OutputsOnly(nn.Module):
@@ -148,11 +148,11 @@ class OutputsOnly(nn.Module):
         return make_own_forward(self.model, takes_loss=False)(x)[0]
 
 
-def split_inputs(found: NamedArrays, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
+def split_inputs(arrays: NamedArrays, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
     """Yield the inputs as the model takes them, on the CPU, so many rows at a time."""
-    whole = len(next(iter(found.values())))
+    whole = len(next(iter(arrays.values())))
     for start in range(0, whole, rows):
-        parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in found.items()}
+        parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in arrays.items()}
         yield _restore_structure(spec["inputs"], parts)
 
 

@@ -193,12 +193,12 @@ def _open_parts(order: Order, needs: Needs) -> list[_Part]:
 def _refuse_types(file: TableFile, chosen: ChosenColumns) -> None:
     problems = []
     for name, kind in chosen:
-        found = file.types[file.names.index(name)]
+        arrow_type = file.types[file.names.index(name)]
         taken, what = TAKEN.get(kind, ({TEXT, CATEGORY}, "text"))
-        if classify_type(found) not in taken | {EMPTY}:
+        if classify_type(arrow_type) not in taken | {EMPTY}:
             problems.append(
-                f"input: {file.path.name} column {shorten(name)} is of type {found}; the model "
-                f"takes {what} there: turn it into {what}"
+                f"input: {file.path.name} column {shorten(name)} is of type {arrow_type}; the "
+                f"model takes {what} there: turn it into {what}"
             )
     if problems:
         raise DataError("\n".join(problems))
@@ -236,9 +236,9 @@ def _parse_rows(
 
 
 def _make_batch(rows: pa.RecordBatch, part: _Part, order: Order, first: int, done: int) -> Batch:
-    given = rows.select([name for name, _ in part.chosen]).to_pandas()
+    table = rows.select([name for name, _ in part.chosen]).to_pandas()
     kept = pa.table(rows.select(list(order.keep))) if order.keep else None
-    return Batch(given, kept, part.file.path.name, first, done, note=part.file.note)
+    return Batch(table, kept, part.file.path.name, first, done, note=part.file.note)
 
 
 def _parse_numbers(cells: pa.Array, part: _Part, first: int, name: str) -> pa.Array:
@@ -352,18 +352,18 @@ def _open_arrays(order: Order, needs: Needs) -> tuple[ArrayFile, list[str]]:
     path = Path(order.input)
     with report_as_input(path):
         file = open_arrays(path, order.reads, lambda names: _pick_arrays(names, path.name, needs))
-        found = {name: file.headers[name] for name in needs.inputs or file.headers}
-        for name, header in found.items():
+        headers = {name: file.headers[name] for name in needs.inputs or file.headers}
+        for name, header in headers.items():
             arrays.check_numeric_type(header, f"{path.name} array {name!r}" if name else path.name)
-    if any(not header.shape for header in found.values()):
+    if any(not header.shape for header in headers.values()):
         raise DataError(f"input: {path.name} is a single value; save rows, shape (rows, ...)")
-    lengths = {name: header.shape[0] for name, header in found.items()}
+    lengths = {name: header.shape[0] for name, header in headers.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"input: the arrays of {path.name} must have as many rows (got {lengths})")
     if not needs.is_own:
-        (header,) = found.values()
+        (header,) = headers.values()
         _refuse_shape(header, path.name, needs)
-    return file, list(found)
+    return file, list(headers)
 
 
 def _refuse_shape(header: arrays.ArrayHeader, label: str, needs: Needs) -> None:

@@ -158,7 +158,7 @@ class _CsvWriter:
         )
 
     def _quoted(self, table: pa.Table) -> bool:
-        """Whether a cell needs quotes: pyarrow puts them around every text, or around none."""
+        """True if a cell needs quotes: pyarrow puts them around every text, or around none."""
         pattern = f'[{self._delimiter}"\r\n]|^$'
         texts = [c for c in table.columns if pa.types.is_string(c.type)]
         return any(compute.any(compute.match_substring_regex(c, pattern)).as_py() for c in texts)

@@ -103,14 +103,14 @@ def measure_total(order: Order, model: ModelFacts) -> int:
 
 
 def predict(
-    order: Order, device: DeviceFacts, model: ModelFacts, *, told: ProgressCallback
+    order: Order, device: DeviceFacts, model: ModelFacts, *, show_progress: ProgressCallback
 ) -> PredictFacts:
     """Predict every row of the input into the output. The frames of an exception hold no tensor.
 
     Raises DataError for rows that do not fit, NoRoom where memory does not do, OutputError.
     """
     try:
-        return _predict_all(order, device, model, told=told)
+        return _predict_all(order, device, model, show_progress=show_progress)
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
         out_of_memory.clear_frames(error)
@@ -125,7 +125,7 @@ def predict(
 
 @forbid_exit
 def _predict_all(
-    order: Order, facts: DeviceFacts, model: ModelFacts, *, told: ProgressCallback
+    order: Order, facts: DeviceFacts, model: ModelFacts, *, show_progress: ProgressCallback
 ) -> PredictFacts:
     device = torch.device(facts.name)
     spec = read_spec(model)
@@ -142,7 +142,7 @@ def _predict_all(
                 for begin, predictions in through.predict_batch(batch):
                     output.write(_join_kept(batch, begin, predictions))
                     rows += len(predictions)
-                    told(rows, batch.done)
+                    show_progress(rows, batch.done)
         held_bytes = memory_meter.count_allocated_bytes(device)
     if told_of := unseen.describe():
         log.warning("%s", told_of)

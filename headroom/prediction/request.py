@@ -37,7 +37,7 @@ ARRAY_FILES = list_formats(ARRAYS, MATRIX)
 LINES = "txt"  # a text a line, where training reads a text as a whole
 INPUTS = {**list_endings(*TABLE_FILES, *ARRAY_FILES), ".txt": LINES}
 OUTPUTS = list_endings("csv", "tsv", "parquet", "npy", "jsonl")  # see output_files.py
-FOLDERS = [name for name, found in FORMATS.items() if found.may_be_folder]
+FOLDERS = [name for name, file_format in FORMATS.items() if file_format.may_be_folder]
 RUN = re.compile(
     r"latest|[0-9a-f]{32}|models:/m-[0-9a-f]{32}|models:/[^/:@]+(@[\w.-]+|/[0-9]{1,9})", re.ASCII
 )
@@ -156,13 +156,13 @@ def _list_keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[st
     return problems
 
 
-def _check_input(given: str | None) -> tuple[str, list[str]]:
+def _check_input(text: str | None) -> tuple[str, list[str]]:
     """The kind of the input by its ending, empty where unknown, and what is wrong with it."""
-    if not given:
+    if not text:
         return "", ["input: is needed; name the file of rows to predict"]
-    if "\0" in given:
+    if "\0" in text:
         return "", ["input: must not hold a NUL character; mend the name"]
-    path = _make_absolute(given)
+    path = _make_absolute(text)
     shown = shorten(str(path), 300)
     kind = INPUTS.get(path.suffix.lower(), "")
     if os.path.isdir(path):  # unlike pathlib's, False for any error
@@ -195,12 +195,12 @@ def _check_folder(path: Path, shown: str) -> tuple[str, list[str]]:
     return FOLDERS[0], [said]
 
 
-def _check_output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
-    if not given:
+def _check_output(text: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
+    if not text:
         return "", ["output: is needed; name the file to write predictions to"]
-    if "\0" in given:
+    if "\0" in text:
         return "", ["output: must not hold a NUL character; mend the name"]
-    path = _make_absolute(given)
+    path = _make_absolute(text)
     shown = shorten(str(path), 300)
     kind = OUTPUTS.get(path.suffix.lower(), "")
     problems = [] if kind else [_describe_unknown_ending("output", shown, OUTPUTS)]

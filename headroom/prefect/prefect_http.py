@@ -278,27 +278,27 @@ def correct_flow_runs(api: str, runs: Path) -> None:
 
 
 def correct_flow_run_ends(
-    api: str, known: Mapping[str, FlowRunEnd], *, does: bool = True
+    api: str, ends: Mapping[str, FlowRunEnd], *, does: bool = True
 ) -> dict[str, FlowRunEnd]:
     """Give flow runs their known end where they show another one; return these by name.
 
     They say that they crashed, but their training came to its end; or that not all was sent, and
     it has been. Raises OSError.
     """
-    better = {id: end for id, end in known.items() if end.type == "COMPLETED"}
+    better = {id: end for id, end in ends.items() if end.type == "COMPLETED"}
     query = {"id": {"any_": list(better)[:MOST]}}
     flow_runs = _read_flow_runs(api, query) if better else []
     wrong = [run for run in flow_runs if _is_false(run["state"], better[run["id"]])]
     for run in wrong if does else ():
         _set_end(api, run["id"], better[run["id"]])
-    _explain_cancelled(api, known, does=does)
+    _explain_cancelled(api, ends, does=does)
     return {run["name"]: better[run["id"]] for run in wrong}
 
 
-def _explain_cancelled(api: str, known: Mapping[str, FlowRunEnd], *, does: bool) -> None:
+def _explain_cancelled(api: str, ends: Mapping[str, FlowRunEnd], *, does: bool) -> None:
     """Say in the state of those that were cancelled where they are, and what goes on with them:
     their worker, which gave them that state, knows neither."""
-    killed = {id: end.cancelled for id, end in known.items() if end.cancelled}
+    killed = {id: end.cancelled for id, end in ends.items() if end.cancelled}
     query = {"id": {"any_": list(killed)[:MOST]}, "state": {"type": {"any_": ["CANCELLED"]}}}
     for run in _read_flow_runs(api, query) if killed and does else ():
         if run["state"]["message"] != killed[run["id"]]:
@@ -313,7 +313,7 @@ def _is_false(state: Mapping[str, str], end: FlowRunEnd) -> bool:
 
 def end_dead_flow_runs(
     api: str,
-    known: Mapping[str, FlowRunEnd],
+    ends: Mapping[str, FlowRunEnd],
     *,
     workers: Sequence[float] | None = None,
     does: bool = True,
@@ -323,7 +323,7 @@ def end_dead_flow_runs(
     host's; then the pool's runs are looked at too. Returns them by their names; raises OSError."""
     live: dict[str, Any] = {"state": {"type": {"any_": LIVE}}}
     by_id = {run["id"]: run for run in _read_flow_runs(api, live)}
-    dead = {id: end for id, run in by_id.items() if (end := _find_end(run, known)) is not None}
+    dead = {id: end for id, run in by_id.items() if (end := _find_end(run, ends)) is not None}
     # What ended while we looked has said so by now.
     still = _read_flow_runs(api, live | {"id": {"any_": list(dead)}}) if dead else []
     names = {run["id"]: run["name"] for run in still}
@@ -344,12 +344,12 @@ def _read_flow_runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]
     return answer
 
 
-def _find_end(run: dict[str, Any], known: Mapping[str, FlowRunEnd]) -> FlowRunEnd | None:
+def _find_end(run: dict[str, Any], ends: Mapping[str, FlowRunEnd]) -> FlowRunEnd | None:
     """Return how the run ended; None where it may live.
 
     Where Prefect has started it again since, the end that is known is not its end.
     """
-    end = known.get(run["id"])
+    end = ends.get(run["id"])
     if end and datetime.fromisoformat(run["state"]["timestamp"]).timestamp() <= end.at_s:
         return end
     return FlowRunEnd() if _is_dead(run) else None

@@ -132,19 +132,19 @@ def find_failed_folder() -> Path | None:
     return _command.of if _command is not None else None
 
 
-def plan_restart(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
-    """Let `exit_process` print `told` and restart the command with these words.
+def plan_restart(words: Sequence[str], *, at: float, of: Path, message: str) -> None:
+    """Let `exit_process` print `message` and restart the command with these words.
 
     at: the Unix time at which the training goes on. of: the folder of the run that failed.
     """
     if _command is not None:
         # Options of Python's own, such as -X, come before -m.
-        given = sys.orig_argv[1:]
-        options = given[: given.index("-m")] if "-m" in given else []
+        arguments = sys.orig_argv[1:]
+        options = arguments[: arguments.index("-m")] if "-m" in arguments else []
         line = [sys.executable, *options, "-m", "flows.train", *words]
         again = {**_command.environment, _AT: repr(at), _OF: str(of)}
         secrets = {n: v for n, v in os.environ.items() if n.startswith(VARIABLE)}
-        _command.next = told, line, {**again, **secrets}  # its settings are kept without them
+        _command.next = message, line, {**again, **secrets}  # its settings are kept without them
 
 
 def _prepare_restart() -> None:

@@ -26,19 +26,19 @@ def redact(text: str) -> str:
     return _CONTROL.sub(_escape, hide_in_text(text))
 
 
-def _escape(found: re.Match[str]) -> str:
-    return f"\\x{ord(found[0]):02x}"
+def _escape(match: re.Match[str]) -> str:
+    return f"\\x{ord(match[0]):02x}"
 
 
-def redact_nested(found: Any) -> Any:
+def redact_nested(content: Any) -> Any:
     """Return the same mapping or list with every text in it redacted."""
-    if isinstance(found, str):
-        return redact(found)
-    if isinstance(found, Mapping):
-        return {key: redact_nested(value) for key, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [redact_nested(value) for value in found]
-    return found
+    if isinstance(content, str):
+        return redact(content)
+    if isinstance(content, Mapping):
+        return {key: redact_nested(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [redact_nested(value) for value in content]
+    return content
 
 
 def redact_command_line(words: Sequence[str]) -> list[str]:

@@ -149,7 +149,7 @@ def find_shard_units(model: nn.Module) -> list[nn.Module]:
     for blocks itself."""
     users, whole = _count_users(model), _count_bytes(model)
 
-    def found(module: nn.Module) -> Iterator[nn.Module]:
+    def list_units(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             is_unit = (
                 isinstance(module, (*UNCALLED, nn.Sequential))
@@ -157,10 +157,10 @@ def find_shard_units(model: nn.Module) -> list[nn.Module]:
                 and _count_bytes(child) >= UNIT_BYTES
                 and all(users[p] == count for p, count in _count_users(child).items())
             )
-            inner = [] if is_unit and _count_bytes(child) <= whole / 2 else list(found(child))
+            inner = [] if is_unit and _count_bytes(child) <= whole / 2 else list(list_units(child))
             yield from inner or [child] * is_unit
 
-    return list(dict.fromkeys(found(model)))
+    return list(dict.fromkeys(list_units(model)))
 
 
 # Of transformers models, from version 5.23 on and before.
@@ -172,20 +172,21 @@ def recompute_activations(model: nn.Module) -> None:
     rest again: by the method that transformers models have for it, since their blocks called twice
     would fill their cache twice. Raises ConfigError where there is neither."""
     enable = next((f for name in ENABLE if callable(f := getattr(model, name, None))), None)
-    blocks, told = find_shard_units(model), ""
+    blocks, message = find_shard_units(model), ""
     if enable is not None:
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
-            told = str(error).rstrip(".")
+            message = str(error).rstrip(".")
     elif not blocks:
-        told = (
+        message = (
             f"the model has no {ENABLE[1]}(), and no block of {UNIT_BYTES // 1024} KiB or more in "
             "an nn.Sequential or nn.ModuleList"
         )
-    if told:
+    if message:
         raise ConfigError(
-            f"memory.recompute: {told}; set it to false, or call torch.utils.checkpoint in forward"
+            f"memory.recompute: {message}; set it to false, or call torch.utils.checkpoint in "
+            "forward"
         )
     for module in blocks if enable is None else ():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -127,16 +127,16 @@ WORST = 3  # classes that the line names
 def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     """Return the section of the rows by class, for each part that was evaluated."""
     lines, grids = [], []
-    for part, found in (run.get("classes") or {}).items():
-        listed = [(shorten_class_name(row[0], limit), *row[1:]) for row in found["listed"]]
+    for part, scores in (run.get("classes") or {}).items():
+        listed = [(shorten_class_name(row[0], limit), *row[1:]) for row in scores["listed"]]
         worst = sorted(listed, key=lambda row: row[-1])[:WORST]
         sentence = ", ".join(
             f"{name}: {format_number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst
         )
         lines.append(f"lowest F1 of the {PARTS[part]} rows: {sentence}")
         title = f"{PARTS[part]} rows by class"
-        if len(listed) < found["count"]:
-            title += f", the {len(listed)} of {found['count']} with the lowest F1"
+        if len(listed) < scores["count"]:
+            title += f", the {len(listed)} of {scores['count']} with the lowest F1"
         rows = tuple(
             (name, f"{count:,}", *(f"{value:.3f}" for value in values))
             for name, count, *values in listed

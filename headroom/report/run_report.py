@@ -43,8 +43,8 @@ def render_terminal(report: Report, command: str) -> Group:
         body.add_row("Verdict", _Line(report.verdict, ""))
     for section in report.sections:
         body.add_row("", "")
-        told = Group(*_render_lines(section), *_render_blocks(section))
-        body.add_row(section.title, _Wide(told))
+        content = Group(*_render_lines(section), *_render_blocks(section))
+        body.add_row(section.title, _Wide(content))
     # Unbroken: an address that a terminal wraps can still be clicked and copied.
     opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="ignore", no_wrap=True)
     return Group(_Title(report), Constrain(body, width=WIDEST), *([opening] if command else []))

@@ -50,6 +50,7 @@ LOG_SELDOM = "Log every 50 steps, and tensors without .item(): it waits for the 
 PIN = "Pin the rows (pin_memory=True) and copy with non_blocking=True, or keep them there"
 BOUND = "bound"
 WHY = "bound.why"
+SHARE = "bound/share_pct"  # a metric
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Verdict:
     def make_tags(self) -> dict[str, str]:
         """Return the tags of the record."""
         return {BOUND: self.bound, WHY: self.why}
+
+    def make_metrics(self) -> dict[str, float]:
+        """Return the metric of the record; none where what is told has no share of the time."""
+        return {} if self.share is None else {SHARE: 100 * self.share}
 
 
 @dataclass(frozen=True)
@@ -208,10 +213,10 @@ def judge(figures: Figures) -> Verdict | None:
     largest: dict[str, tuple[Rule, Finding]] = {}
     for one in shares:
         largest.setdefault(one[0].bound, one)
-    told = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
+    main_causes = [one for one in largest.values() if (one[1].share or 0.0) >= TOLD]
     beside = [one for one in largest.values() if CLAUSE <= (one[1].share or 0.0) < TOLD]
-    told.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
-    causes = [*first, *told]
+    main_causes.sort(key=lambda one: one[0].bound == CONTENTION)  # the parts have their share of it
+    causes = [*first, *main_causes]
     if not causes and is_short:
         steps = f"{figures.steps:.0f} steps in {figures.loop_s:.1f} s"
         return Verdict(SHORT, f"Too short to tell: {steps}")

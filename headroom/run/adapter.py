@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 class Adapter(Guarded):
     """Begins an account where the framework begins a training."""
 
-    def __init__(self, **asked: Any) -> None:
-        """asked: what `headroom.account` takes. Raises TypeError and ValueError."""
-        inspect.signature(Account).bind(**asked)
-        check_watched(asked.get("model"), asked.get("optimizer"))
-        params = asked.get("params")
+    def __init__(self, **arguments: Any) -> None:
+        """arguments: what `headroom.account` takes. Raises TypeError and ValueError."""
+        inspect.signature(Account).bind(**arguments)
+        check_watched(arguments.get("model"), arguments.get("optimizer"))
+        params = arguments.get("params")
         self._params = {} if params is None else dict(flatten_params(params))
-        self._asked = asked
+        self._arguments = arguments
         self.run: Account | None = None  # the newest
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,18 +39,18 @@ class Adapter(Guarded):
         else:
             log.warning("account: an error of its own; the training goes on", exc_info=error)
 
-    def _begin(self, params: dict[Any, Any], *, owner: Any = None, **given: Any) -> Account:
+    def _begin(self, params: dict[Any, Any], *, owner: Any = None, **defaults: Any) -> Account:
         """Begin the account of a training; one that nobody has ended ends here.
 
         params: that the framework knows. owner: while it is there, more may be logged after the
-        end. given: what an account takes, where the user has not asked for it."""
+        end. defaults: what an account takes, where the user has not asked for it."""
         if self.run is not None:
             self.run.abandon()
             self.run.send_added()
         renamed: list[str] = []
         names = FitNames("params", renamed.append)
         known_params = dict(flatten_params(params, names.fit))
-        arguments = {**given, **self._asked, "params": {**known_params, **self._params}}
+        arguments = {**defaults, **self._arguments, "params": {**known_params, **self._params}}
         self.run = Account(**arguments).begin(is_owed=True, owner=owner)
         for text in renamed:
             self.run.warn(text)

@@ -92,7 +92,7 @@ def _find_kind(
     if isinstance(error, Diverged):
         return "diverged", "never"
     if isinstance(error, OutOfMemory) or is_oom(error):
-        explained = error.explanation.told if isinstance(error, OutOfMemory) else None
+        explained = error.explanation.message if isinstance(error, OutOfMemory) else None
         return "out_of_memory", "always" if explained and explained.is_held_by_others else "never"
     if isinstance(error, RuntimeError) and _ASSERT in str(error):
         return "user_code", "never"

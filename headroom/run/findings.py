@@ -1,5 +1,5 @@
-"""What a run tells of itself: where it is and on what it trains, as tags and inputs of MLflow, and
-what it has found so far, which its report is made from."""
+"""What a run tells of itself: where it is and on what it trains, as tags and inputs of MLflow; what
+it has measured so far, which its report is made from; and how long its stages took."""
 
 from __future__ import annotations
 

@@ -234,14 +234,14 @@ def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
 
     It began at the newest unbroken row of new ones, of which a person may have made one.
     """
-    found, has_begun = [], False
+    good_runs, has_begun = [], False
     for run in runs:
         if has_begun and run["gate"] != NEW:
             break
         has_begun |= run["gate"] == NEW
         if run["gate"] in (OK, NEW):
-            found.append(run["metrics"])
-    return found
+            good_runs.append(run["metrics"])
+    return good_runs
 
 
 def find_usual_ms(runs: Sequence[Mapping[str, float]]) -> float:
@@ -378,16 +378,14 @@ class _FigureHistory:
 
     def describe(self) -> str:
         """Return in words what limit was passed; empty where none was."""
-        told, middle = self.figure.value, self.middle
+        format_value, middle = self.figure.value, self.middle
         if passed := self.find_passed_limit():
-            of = (
-                f"the median of the last {len(self.good)} ({told(middle)}, limit {told(passed[0])})"
-            )
-            more = passed[1]
+            limit, more = format_value(passed[0]), passed[1]
+            of = f"the median of the last {len(self.good)} ({format_value(middle)}, limit {limit})"
         elif runs := self.count_drifted():
             middle = self.find_level()[0]
             of, more = (
-                f"the level that it once had ({told(middle)})",
+                f"the level that it once had ({format_value(middle)})",
                 f", summed up over {runs} runs",
             )
         else:
@@ -395,7 +393,7 @@ class _FigureHistory:
         side = "above" if self.figure.is_lower_better else "below"
         if middle and math.isfinite(self.now):
             side = f"{100 * abs(self.now / middle - 1):.1f} % {side}"
-        return f"{self.figure.said.format(told(self.now))}, {side} {of}{more}"
+        return f"{self.figure.said.format(format_value(self.now))}, {side} {of}{more}"
 
     def make_trend(self, *, is_beyond: bool) -> dict[str, Any]:
         """Return the values for a plot, the oldest first and this run's last."""

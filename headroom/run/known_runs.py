@@ -1,7 +1,8 @@
 """Lists the trainings of this host: those that live, each by a small file beside the leases that it
 holds locked, with how far they are; and the newest of those that ended, by their folders, with how.
-It asks no server and imports no PyTorch. The lock goes with its process: a file that nobody holds
-is of a training that is gone, and one that can't write such a file trains all the same.
+Each folder says in start.json when its run was begun or gone on with, and by which process. It asks
+no server and imports no PyTorch. The lock goes with its process: a file that nobody holds is of a
+training that is gone, and one that can't write such a file trains all the same.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class RunStart:
     after: str = ""  # which class of failure it came
     steps: int = 0  # that it is to take
     epochs: int = 0
-    made_at: float = 0.0  # Unix time; see `choose_made_at`
+    made_at: float = 0.0  # Unix time; see `choose_start_time`
+    resumed_at: float = 0.0  # the same of the last time that it was gone on with
     marks: Sequence[str] = ()  # of the last times that this folder went on; see mark_resume
 
     def write(self, folder: Path) -> None:
@@ -100,7 +102,12 @@ class RunStart:
             with suppress(OSError):
                 spent_s += max(0.0, (folder / LOG).stat().st_mtime - self.began_at)
         return replace(
-            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time(), spent_s=spent_s
+            self,
+            resumed=self.resumed + 1,
+            pid=os.getpid(),
+            began_at=time(),
+            spent_s=spent_s,
+            resumed_at=choose_start_time(folder.parent),
         )
 
 
@@ -120,28 +127,30 @@ def read_start(folder: Path) -> RunStart | None:
 
 
 def list_run_folders(runs: Path) -> list[Path]:
-    """Return the folders of runs, the newest first, by what their start.json says.
+    """Return the folders of runs, the one that was begun or gone on with last first, by what their
+    start.json says.
 
     A folder's name has the time of a clock, which may be that of another time zone, or of the
     hour that comes twice.
     """
     folders = (file.parent for file in runs.glob(f"*/{START}"))
-    return sorted(folders, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
+    return sorted(folders, key=lambda folder: (_read_start_time(folder), folder.name), reverse=True)
 
 
-def choose_made_at(runs: Path) -> float:
-    """Return the `made_at` of a run that is made now: later than that of any run there.
+def choose_start_time(runs: Path) -> float:
+    """Return the time of a run that is begun or gone on with now: later than that of any run there.
 
-    It is the time, but where the clock was set back since the newest run was made.
+    It is the Unix time, but where the clock was set back since.
     """
-    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
-    return max(time(), newest + 0.001)
+    folders = (file.parent for file in runs.glob(f"*/{START}"))
+    return max(time(), max(map(_read_start_time, folders), default=0.0) + 0.001)
 
 
-def _read_made_at(folder: Path) -> float:
+def _read_start_time(folder: Path) -> float:
+    """Return when its run was begun or, later, gone on with; 0 where nobody knows."""
     start = read_json(folder / START)
-    with suppress(KeyError, TypeError, ValueError):
-        return float(start["made_at"])
+    with suppress(TypeError, ValueError):
+        return max(float(start.get(name, 0.0)) for name in ("made_at", "resumed_at"))
     return 0.0
 
 
@@ -189,19 +198,21 @@ class Announcement:
         self._path = self._place / f"{time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
 
-    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
-        """Return leases that announce here what they wait for, and call `told` with it."""
+    def make_leases(
+        self, wait_s: float, show_waiting: Callable[[str], None] = lambda _: None
+    ) -> Leases:
+        """Return leases that announce here what they wait for, and call `show_waiting` with it."""
         holder = f"process {self.live.pid}, {self.live.name}"
 
         def waits(reason: str) -> None:
             self.tell(waits_for=reason)
-            told(reason)
+            show_waiting(reason)
 
-        return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
+        return Leases(self._place, wait_s=wait_s, holder=holder, show_waiting=waits)
 
-    def tell(self, **known: str | float) -> None:
+    def tell(self, **fields: str | float) -> None:
         """Announce what is known from now on, by the fields of LiveRun."""
-        self.live = replace(self.live, **known)  # type: ignore[arg-type]
+        self.live = replace(self.live, **fields)  # type: ignore[arg-type]
         with suppress(OSError):
             if self._lock is not None:
                 self._lock.write(json.dumps(asdict(self.live)))
@@ -358,6 +369,24 @@ def list_known_runs(runs: Path, *, last: int | None = None) -> list[KnownRun]:
     return [*map(_make_live_run, alive), *islice(runs_there, last)]
 
 
+def find_newest_run(runs: Path) -> KnownRun | None:
+    """Return the training that was begun or gone on with last, of those that live and those that
+    ended; None where there is none."""
+    alive = {live.folder: live for live in find_live_runs()}
+    # One that has just been started has no start.json yet, or that of the time before.
+    times = {
+        folder: max(live.started_at, _read_start_time(Path(folder)))
+        for folder, live in alive.items()
+    }
+    newest = max(times, key=lambda folder: times[folder], default="")
+    for folder in list_run_folders(runs):
+        if newest and _read_start_time(folder) <= times[newest]:
+            break
+        if (run := read_run_folder(folder)) is not None:
+            return run
+    return _make_live_run(alive[newest]) if newest else None
+
+
 def find_called_runs(word: str, runs: Sequence[KnownRun]) -> list[KnownRun]:
     """Return the runs that a person means by this word.
 
@@ -481,9 +510,9 @@ def make_curve_name(name: str) -> str:
     return name.replace("speed/", "speed/recent_", 1) if name.startswith("speed/") else name
 
 
-def _find_speed(known: Mapping[str, float], name: str) -> float | None:
+def _find_speed(metrics: Mapping[str, float], name: str) -> float | None:
     """Return the run's speed; while it lives, its newest."""
-    return known.get(name, known.get(make_curve_name(name)))
+    return metrics.get(name, metrics.get(make_curve_name(name)))
 
 
 def _compute_epoch(step: int | None, run: KnownRun) -> int | None:

@@ -145,5 +145,5 @@ def describe_failure(error: Exception) -> str:
         return f"the command did not end within {TIMEOUT_S:.0f} s"
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, Exception) else error
-    told = cause.strerror if isinstance(cause, OSError) else None
-    return told or type(cause).__name__
+    message = cause.strerror if isinstance(cause, OSError) else None
+    return message or type(cause).__name__

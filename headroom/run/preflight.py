@@ -73,21 +73,21 @@ def mark_checked(config: RunConfig) -> Iterator[None]:
 
 
 def prepare_and_check(
-    config: RunConfig, device: DeviceFacts, known: dict[str, DataFacts] | None = None
+    config: RunConfig, device: DeviceFacts, cache: dict[str, DataFacts] | None = None
 ) -> Plan:
     """Return the plan of a training, its data prepared: all that it is refused by on this device
     has been looked at.
 
-    known: of several trainings, what was prepared for those before. Raises one of BAD_INPUT.
+    cache: of several trainings, what was prepared for those before. Raises one of BAD_INPUT.
     """
     config = resolve_and_check(config, None)
     resolve_precision(config.train.precision, device)  # before the data, which may take long
     check_memory_limit(device, config.memory.limit_mib)
     how = config.data, config.train.batch_size, config.train.seed
-    known = {} if known is None else known
-    if (key := repr(how)) not in known:
-        known[key] = prepare_dataset(how[0], batch_size=how[1], seed=how[2])
-    return check_plan(make_plan(config, device, known[key]))
+    cache = {} if cache is None else cache
+    if (key := repr(how)) not in cache:
+        cache[key] = prepare_dataset(how[0], batch_size=how[1], seed=how[2])
+    return check_plan(make_plan(config, device, cache[key]))
 
 
 def check_fit(plan: Plan) -> Plan:

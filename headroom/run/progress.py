@@ -59,12 +59,12 @@ class Progress:
         self._epochs = epochs
         self._stream = stream
         self._now_s = now_s
-        self._known: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._step = at
         self._first: tuple[int, float] | None = None  # step and time of the first log point
         self._updated_s, self._longest_s = math.inf, 0.0  # the last log point; between two
         self._drawn_s = -math.inf
-        self._told: tuple[int, float] | None = None  # epoch and time of the last plain line
+        self._last_line: tuple[int, float] | None = None  # epoch and time of the last plain line
         self._untold = False
         self._ended = False
         self._bar: Bar | None = None
@@ -91,7 +91,7 @@ class Progress:
     def update(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of a step, under the names of the run record, and show them in time."""
         now_s = self._now_s()
-        self._known.update(metrics)
+        self._metrics.update(metrics)
         self._step = max(self._step, step)
         if self._first is None:
             self._first = (self._step, now_s)
@@ -104,7 +104,7 @@ class Progress:
                 self._draw(now_s)
             return
         self._untold = True
-        told_epoch, told_s = self._told or (0, self._began_s)
+        told_epoch, told_s = self._last_line or (0, self._began_s)
         quiet_s = now_s - told_s
         if quiet_s >= PLAIN_EVERY_S and (self._compute_epoch() > told_epoch or quiet_s >= QUIET_S):
             self._tell(now_s)
@@ -120,7 +120,7 @@ class Progress:
     def tell_if_silent(self) -> None:
         """Log how far it is where that was not logged for long, within a step of minutes."""
         now_s = self._now_s()
-        _, told_s = self._told or (0, self._began_s)
+        _, told_s = self._last_line or (0, self._began_s)
         if self._bar is None and now_s - told_s >= QUIET_S:
             self._tell(now_s)
 
@@ -130,7 +130,7 @@ class Progress:
         It is computed from the step, since it is only logged at an epoch's end.
         """
         by_step = round(self._epochs * self._step / self._total_steps, 6)
-        logged = self._known.get("train/epoch", 0.0)
+        logged = self._metrics.get("train/epoch", 0.0)
         done = max(by_step, logged if math.isfinite(logged) else 0.0)
         return min(self._epochs, max(1, math.ceil(done)))
 
@@ -141,13 +141,13 @@ class Progress:
         """
         epoch, left = f"epoch {self._compute_epoch()}/{self._epochs}", self._describe_time(now_s)
         loss = self._describe_first(("train/loss", "loss {}"), words=format_number)
-        uneven = list_words(Place.UNEVEN) if UNEVEN in self._known else ()
+        uneven = list_words(Place.UNEVEN) if UNEVEN in self._metrics else ()
         scores = [*uneven, *list_words(Place.PROGRESS_SCORE)]
         speeds = list_words(Place.PROGRESS_SPEED)[::-1]  # tokens, where there are any
         score = self._describe_first(*scores, words=format_number)
         speed = self._describe_first(*speeds, words=_format_rounded)
         peak = self._describe_first(*list_words(Place.PROGRESS_MEMORY), words=format_mebibytes)
-        if self._known.get(LOWER_BOUND):
+        if self._metrics.get(LOWER_BOUND):
             peak = [part.replace("peak ", "peak at least ") for part in peak]
         bound = [self._bound] if self._bound else []
         lines = (
@@ -166,7 +166,9 @@ class Progress:
         self, *choices: tuple[str, str], words: Callable[[float], str]
     ) -> list[str]:
         """Return the first of the choices that is known, in words."""
-        parts = [t.format(words(self._known[name])) for name, t in choices if name in self._known]
+        parts = [
+            t.format(words(self._metrics[name])) for name, t in choices if name in self._metrics
+        ]
         return parts[:1]
 
     def _describe_time(self, now_s: float) -> list[str]:
@@ -184,7 +186,7 @@ class Progress:
         return [f"{format_clock(left_s)} left"]
 
     def _tell(self, now_s: float) -> None:
-        self._told = (self._compute_epoch(), now_s)
+        self._last_line = (self._compute_epoch(), now_s)
         self._untold = False
         log.info("%s", self._make_line(now_s))
 

@@ -80,11 +80,11 @@ class Record(Recording):
         self._progress: Progress | None = None
         self._screen = ExitStack()
         self._is_over = threading.Event()
-        self.leases = self._live.make_leases(config.device.wait_s, told=show_waiting)
+        self.leases = self._live.make_leases(config.device.wait_s, show_waiting=show_waiting)
 
     @property
     def resumes(self) -> bool:
-        """Whether an earlier run is gone on with."""
+        """True if an earlier run is gone on with."""
         return self._claim.resumes
 
     @property
@@ -231,5 +231,5 @@ class Record(Recording):
         super()._close()
 
     def _compare(self) -> dict[str, Any]:
-        found, run = self._journal.wait_for_history(), self.config.run
-        return compare_with_history(self.run, found, registered_model=run.registered_model)
+        history, run = self._journal.wait_for_history(), self.config.run
+        return compare_with_history(self.run, history, registered_model=run.registered_model)

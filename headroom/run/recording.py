@@ -21,7 +21,7 @@ from headroom.base.event_log import ONCE
 from headroom.base.facts import DeviceFacts, ReleaseFacts
 from headroom.process import signals
 from headroom.process.redaction import redact, redact_nested
-from headroom.report.verdict import Verdict, judge_run
+from headroom.report.verdict import SHARE, Verdict, judge_run
 from headroom.run.alerts import Alerts, read_told
 from headroom.run.failures import Failure, classify_failure
 from headroom.run.findings import Findings, RunClock, make_device_json
@@ -30,7 +30,7 @@ from headroom.run.known_runs import (
     PEAK,
     Announcement,
     RunStart,
-    choose_made_at,
+    choose_start_time,
     make_curve_name,
 )
 from headroom.run.messages import Messenger, describe_end
@@ -116,7 +116,8 @@ class Recording:
         told[cause] = text
         log.warning("%s", text)
         self._found.warn(text)
-        self._found.tags["alerts"] = "\n".join(told.values())
+        self._found.tags["alerts"] = alerts = redact("\n".join(told.values()))
+        self._journal.tag({"alerts": alerts})  # MLflow has it at once, whatever becomes of this
         with suppress(OSError):  # a full disk: whoever goes on with the run would tell it again
             self._write(ALERTS, json.dumps(redact_nested(told), indent=1))
         self._messenger.send(f"{self._claim.name} on {socket.gethostname()}: {text}")
@@ -163,14 +164,20 @@ class Recording:
         return verdict
 
     def _judge(self) -> None:
-        """Keep what held the run back, as tags."""
+        """Keep what held the run back, as tags, and its share of the time, as a metric."""
         try:
             verdict = judge_run(self.run)
         except Exception:
             log.warning("what held this run back could not be told", exc_info=True)
             return
         if verdict is not None:
+            metrics = verdict.make_metrics()
             self.run["tags"] |= verdict.make_tags()
+            self.run["metrics"] |= metrics
+            if not metrics and SHARE in self._journal.told.values:
+                metrics = {SHARE: math.nan}  # of the run before it went on; MLflow forgets nothing
+            with suppress(JournalError):  # a full disk
+                self._journal.log(metrics, ONCE)
 
     def _make_curves(
         self, metrics: Mapping[str, float], step: int
@@ -212,7 +219,7 @@ class Recording:
             self._claim.key,
             pid=os.getpid(),
             began_at=self._clock.began_at,
-            made_at=choose_made_at(self.folder.parent),
+            made_at=choose_start_time(self.folder.parent),
         )
         words = {
             "data": data,

@@ -83,10 +83,12 @@ def make_default_name(config: RunConfig) -> str:
 
 def _spread_arguments(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the params, with the arguments that have limits here in place of what holds them."""
-    known = list_arguments()
+    argument_names = list_arguments()
     for name, value in params.items():
         named = {f"{name}.{key}": each for key, each in value.items()} if name in ARGUMENTS else {}
-        yield from [(key, each) for key, each in named.items() if key in known] or [(name, value)]
+        yield from [(key, each) for key, each in named.items() if key in argument_names] or [
+            (name, value)
+        ]
 
 
 def make_timestamp() -> str:

@@ -72,11 +72,11 @@ def clean_up(
 
 
 def _clean_up_mlflow(
-    chosen: TrackingSettings, known: dict[str, FlowRunEnd], *, does: bool
+    chosen: TrackingSettings, ends: dict[str, FlowRunEnd], *, does: bool
 ) -> Iterator[TidyAction]:
     """Clean up MLflow's runs in a process of its own, which imports mlflow.
 
-    known: gets the flow runs that are to end.
+    ends: gets the flow runs that are to end.
     """
     order = json.dumps({"where": chosen.model_dump(), "does": does})
     with children.start_child(
@@ -87,21 +87,21 @@ def _clean_up_mlflow(
         asking.stdin.close()
         for line in asking.stdout:
             with suppress(ValueError):  # a library that prints
-                yield _make_mlflow_action(json.loads(line), known)
+                yield _make_mlflow_action(json.loads(line), ends)
     if asking.returncode:
         yield TidyAction("end", "runs in MLflow", f"its process ended with {asking.returncode}")
 
 
-def _make_mlflow_action(told: dict[str, Any], known: dict[str, FlowRunEnd]) -> TidyAction:
-    if "verb" not in told:
-        return TidyAction("end", "runs in MLflow", told["problem"])
+def _make_mlflow_action(answer: dict[str, Any], ends: dict[str, FlowRunEnd]) -> TidyAction:
+    if "verb" not in answer:
+        return TidyAction("end", "runs in MLflow", answer["problem"])
     with suppress(OSError):
-        at_s = (Path(told["folder"]) / LOG).stat().st_mtime
-        known[told["flow_run"]] = FlowRunEnd(at_s=at_s)
-    why = "its process is gone" if told["verb"] == "end" else "not all of it was sent to MLflow"
-    id = f" ({told['run_id'][:8]})" if told["run_id"] else ""  # MLflow has not heard of it yet
-    which = make_printable(told["name"], limit=60) + id
-    return TidyAction(told["verb"], f"{which}: {why}", told["problem"])
+        at_s = (Path(answer["folder"]) / LOG).stat().st_mtime
+        ends[answer["flow_run"]] = FlowRunEnd(at_s=at_s)
+    why = "its process is gone" if answer["verb"] == "end" else "not all of it was sent to MLflow"
+    id = f" ({answer['run_id'][:8]})" if answer["run_id"] else ""  # MLflow has not heard of it yet
+    which = make_printable(answer["name"], limit=60) + id
+    return TidyAction(answer["verb"], f"{which}: {why}", answer["problem"])
 
 
 def _find_servers() -> dict[str, list[float] | None]:
@@ -118,10 +118,10 @@ def _find_servers() -> dict[str, list[float] | None]:
 
 
 def _clean_up_prefect(
-    api: str, known: dict[str, FlowRunEnd], workers: list[float] | None, *, does: bool
+    api: str, ends: dict[str, FlowRunEnd], workers: list[float] | None, *, does: bool
 ) -> Iterator[TidyAction]:
-    dead = prefect_http.end_dead_flow_runs(api, known, workers=workers, does=does)
-    for name, end in {**dead, **prefect_http.correct_flow_run_ends(api, known, does=does)}.items():
+    dead = prefect_http.end_dead_flow_runs(api, ends, workers=workers, does=does)
+    for name, end in {**dead, **prefect_http.correct_flow_run_ends(api, ends, does=does)}.items():
         state = end.name or end.type
         yield TidyAction(
             "set", f"flow run {make_printable(name, limit=60)} to {state}: {end.message}"

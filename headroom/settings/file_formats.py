@@ -62,7 +62,7 @@ FORMATS = {
 
 def list_formats(*kinds: str) -> tuple[str, ...]:
     """Return the names of the formats that hold one of these."""
-    return tuple(name for name, found in FORMATS.items() if found.holds in kinds)
+    return tuple(name for name, file_format in FORMATS.items() if file_format.holds in kinds)
 
 
 def list_endings(*names: str) -> dict[str, str]:

@@ -297,8 +297,8 @@ _NOTIFY = "run.notify"
 _BY_NAME = (*_ARGUMENTS, _NOTIFY)  # whose values are hidden by their names, too
 
 
-def _name_variables(found: Mapping[str, str]) -> dict[str, str]:
-    return {make_variable_name(name): value for name, value in found.items()}
+def _name_variables(secrets: Mapping[str, str]) -> dict[str, str]:
+    return {make_variable_name(name): value for name, value in secrets.items()}
 
 
 def _change_values(config: RunConfig, change: Callable[[Any, str], Any]) -> RunConfig:
@@ -375,20 +375,20 @@ def _validate(
     sections: dict[str, Any],
     lines: Mapping[str, int],
     file: str | None,
-    told: list[SettingsProblem],
+    problems: list[SettingsProblem],
 ) -> RunConfig:
     """Return the config of these sections. A contradiction between settings is not reported
     where there was a mistake before: it may be a consequence of that."""
-    is_read = not told
+    is_read = not problems
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             if is_read or len(each["loc"]) > 1 or each["type"] != "value_error":
-                told.append(_make_problem(each, lines))
-    if told:
-        told.sort(key=lambda problem: problem.line or inf)
-        raise ConfigError(*(f"{file}:{p.line} {p.text}" if p.line else p.text for p in told))
+                problems.append(_make_problem(each, lines))
+    if problems:
+        problems.sort(key=lambda problem: problem.line or inf)
+        raise ConfigError(*(f"{file}:{p.line} {p.text}" if p.line else p.text for p in problems))
     return config
 
 
@@ -496,11 +496,11 @@ def _flatten(name: str, value: object) -> dict[str, str]:
 
 def describe_unused_settings(config: RunConfig) -> list[str]:
     """Return a line for each setting that was changed without effect."""
-    asked, usual = hide_config_secrets(config).flat(), RunConfig().flat()
+    values, usual = hide_config_secrets(config).flat(), RunConfig().flat()
     lines = [
-        f"{name}: has no effect (got {asked[name]}): {why}"
+        f"{name}: has no effect (got {values[name]}): {why}"
         for name, why in find_unused_settings(config).items()
-        if asked[name] != usual[name]
+        if values[name] != usual[name]
     ]
     patience, epochs = config.train.patience, config.train.epochs
     if patience >= epochs and config.train.eval_every_steps is None:

@@ -59,15 +59,15 @@ PRINTABLE = AfterValidator(_check_printable)
 Name = Annotated[Text, Field(min_length=1, max_length=250), PRINTABLE]
 
 
-def require_known(known: Iterable[str]) -> AfterValidator:
+def require_known(names: Iterable[str]) -> AfterValidator:
     """Return pydantic's validator of a name that is one of these, or an import path."""
 
     def check(name: str) -> str:
-        if name in known or IMPORT_PATH.fullmatch(name):
+        if name in names or IMPORT_PATH.fullmatch(name):
             return name
-        near = get_close_matches(name[:80].lower(), known, 1)
+        near = get_close_matches(name[:80].lower(), names, 1)
         raise ValueError(
-            f"must be one of {', '.join(known)}, or package.module:attribute for your own "
+            f"must be one of {', '.join(names)}, or package.module:attribute for your own "
             f"(got {name[:80]!r})" + (f"; did you mean {near[0]}?" if near else "")
         )
 
@@ -244,8 +244,8 @@ class DataConfig(Section):
         return self._take(TokenArgs)
 
     def _take(self, kind: type[Args]) -> Args:
-        given = {} if is_import_path(self.source) else self.args
-        return kind(**{name: v for name, v in given.items() if name in kind.model_fields})
+        arguments = {} if is_import_path(self.source) else self.args
+        return kind(**{name: v for name, v in arguments.items() if name in kind.model_fields})
 
     @field_validator("args")
     @classmethod

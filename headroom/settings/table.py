@@ -181,9 +181,9 @@ def _guess_name(name: str) -> str | None:
     arguments = {n.rpartition(".")[2]: n for n in reversed(list_arguments())}
     candidates = {**arguments, **others, **own, **{n: n for n in (*list_arguments(), *names)}}
     leaf = name.rpartition(".")[2]
-    asked = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
+    tries = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
     meant = [
-        candidates[n] for part, like in asked for n in get_close_matches(part, candidates, 1, like)
+        candidates[n] for part, like in tries for n in get_close_matches(part, candidates, 1, like)
     ]
     parts = set(leaf.split("_"))  # batch, random_seed
     meant += [own[n] for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]

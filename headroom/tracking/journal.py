@@ -36,6 +36,7 @@ from headroom.base.event_log import (
     RESERVE,
     SENT,
     START,
+    TAGS,
     LogSummary,
     append_event,
     append_line,
@@ -111,6 +112,8 @@ class Journal:
         self._histories: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._log: FileIO | None = None
+        self._writing = threading.RLock()  # a signal's handler may log, too
+        self._is_ended = False  # the log says so: nothing comes after that
         self.told = LogSummary()  # before this process
         self._ms = 0  # of the newest line
         self._now_ms, self._now_at = 0, monotonic()  # when that was written
@@ -304,23 +307,32 @@ class Journal:
         also those that were told of this very step before this process. age_s: how long ago the
         step was taken."""
         if self.told.steps and step != ONCE:
-            told, first = self.told.steps, step + again
-            metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
+            steps, first = self.told.steps, step + again
+            metrics = {k: v for k, v in metrics.items() if steps.get(k, -1) < first}
         if metrics:
             self.log_steps([(metrics, step, age_s)])
 
-    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
+    def log_steps(self, entries: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
         """Keep metrics of several steps, each with its age, by one write."""
         assert self._log is not None, "log() before create()"
         try:
             self._restore()
             lines = [
                 make_line(metrics, step, unix_ms=self._compute_ms(age_s))
-                for metrics, step, age_s in found
+                for metrics, step, age_s in entries
             ]
-            append_line(self._log, b"".join(lines))
+            with self._writing:
+                append_line(self._log, b"".join(lines))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        """Keep tags of a run that goes on; any thread may do so. What the disk has no room for the
+        end still says."""
+        line = make_event(TAGS, tags, unix_ms=int(time() * 1000))
+        with suppress(OSError), self._writing:
+            if self._log is not None and not self._is_ended:
+                append_line(self._log, line)
 
     def _compute_ms(self, age_s: float) -> int:
         """Return the Unix time in ms of so many seconds ago, but none before the newest line's.
@@ -380,7 +392,9 @@ class Journal:
         end = None
         try:
             self._restore()
-            append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
+            with self._writing:
+                self._is_ended = True
+                append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
         except OSError:  # a full disk: it goes by the pipe
             end = dict(run)
         with self._telling:

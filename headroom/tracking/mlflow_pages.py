@@ -37,7 +37,16 @@ NEWEST_FIRST = {"orderByKey": "attributes.`start_time`", "orderByAsc": False}
 # The losses first; what a run does not measure is not drawn.
 CURVES = sorted(list_shown(Place.MLFLOW_CHART), key=lambda name: not name.endswith("/loss"))
 FIRST = "Loss, validation, speed, memory"
-OTHERS = ("val", "test", "train", "speed", "time", "memory", "checkpoint")  # closed until opened
+OTHERS = (
+    "val",
+    "test",
+    "train",
+    "speed",
+    "time",
+    "bound",
+    "memory",
+    "checkpoint",
+)  # closed until opened
 
 
 def make_experiment_path(experiment_id: str) -> str:

@@ -105,8 +105,8 @@ class Session:
         except Exception as error:  # of any store
             is_kept = to != "close" and mlflow_store.may_answer_later(error, self.where)
             self.is_patient = self.is_patient or (is_kept and to == "begin")
-            told = mlflow_store.explain_error(error, self.where)
-            answer = {"away" if is_kept else "error": told}
+            text = mlflow_store.explain_error(error, self.where)
+            answer = {"away" if is_kept else "error": text}
         self.answer({"to": to, **answer})
 
     def open(self, where: dict[str, Any], prefect_api: str = "", pid: int = 0) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def open_experiment(where: TrackingSettings) -> tuple[MlflowClient, str]:
         _provide_database(where.database, where)
     if where.is_sql:
         _connect_once(where.tracking_uri)
-    client, found = _find_experiment_patiently(where)
-    if found is None:
+    client, experiment = _find_experiment_patiently(where)
+    if experiment is None:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
             made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
@@ -80,15 +80,15 @@ def open_experiment(where: TrackingSettings) -> tuple[MlflowClient, str]:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        found = client.get_experiment_by_name(where.experiment)  # another run was first
-    assert found is not None
-    if found.lifecycle_stage == "deleted":
+        experiment = client.get_experiment_by_name(where.experiment)  # another run was first
+    assert experiment is not None
+    if experiment.lifecycle_stage == "deleted":
         raise TrackingError(
             f"run.experiment: {where.experiment!r} was deleted in MLflow; restore it with "
-            f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
+            f"`mlflow experiments restore -x {experiment.experiment_id}`, or choose another name"
         )
-    _keep_view(client, found.experiment_id, found.tags)
-    return client, found.experiment_id
+    _keep_view(client, experiment.experiment_id, experiment.tags)
+    return client, experiment.experiment_id
 
 
 def refuse_folder(path: str) -> None:
@@ -303,7 +303,7 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
     None of a training that may go on from a checkpoint, and none that another process uses.
     """
     old = [f.parent for f in runs.glob(f"*/{SENT}") if _may_remove(f.parent)]
-    old.sort(key=lambda folder: (_read_made_at(folder), folder.name))
+    old.sort(key=lambda folder: (_read_start_time(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
             suppress(OSError),
@@ -315,10 +315,12 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
                 remove_folder(folder)
 
 
-def _read_made_at(folder: Path) -> float:
-    """Return when its run was made, by its start.json: its name has another clock's time."""
-    with suppress(ValueError, TypeError, LookupError):
-        return float(read_json(folder / START)["made_at"])
+def _read_start_time(folder: Path) -> float:
+    """Return when its run was begun or, later, gone on with, by its start.json: its name has
+    another clock's time."""
+    start = read_json(folder / START)
+    with suppress(ValueError, TypeError):
+        return max(float(start.get(name, 0.0)) for name in ("made_at", "resumed_at"))
     return 0.0
 
 

@@ -74,15 +74,15 @@ def send_model_files(client: MlflowClient, state: SendingState, folder: Path) ->
 
 
 def register_model(
-    client: MlflowClient, state: SendingState, asked: dict[str, Any], turn: Path
+    client: MlflowClient, state: SendingState, request: dict[str, Any], turn: Path
 ) -> str:
     """Make the run's model a version of a registered model, and move the aliases.
 
-    Done once, however often it is called. Returns what was done, in words. asked: the
+    Done once, however often it is called. Returns what was done, in words. request: the
     registered model and the run's score. turn: a file whose lock lets one process register
     at a time. Raises what MLflow raises.
     """
-    name = asked["name"]
+    name = request["name"]
     quote = '"' if "'" in name else "'"
     with turn.open("a") as lock:
         flock(lock, LOCK_EX)  # else the worse of two that end at once might stay the champion
@@ -95,14 +95,14 @@ def register_model(
         mine = next((v for v in versions if v.run_id == state.run_id), None)
         if mine is None:
             source = client.get_logged_model(state.model_id).artifact_location
-            tags = {} if asked["value"] is None else {asked["metric"]: str(asked["value"])}
-            tags |= {PASSED_TAG: "yes"} if asked["passed"] else {}
+            tags = {} if request["value"] is None else {request["metric"]: str(request["value"])}
+            tags |= {PASSED_TAG: "yes"} if request["passed"] else {}
             mine = client.create_model_version(
                 name, source, state.run_id, tags=tags, model_id=state.model_id
             )
             versions.append(mine)
-        roles = ["challenger"] if asked["passed"] else []
-        if _choose_champion(client, versions, mine, asked) is mine:
+        roles = ["challenger"] if request["passed"] else []
+        if _choose_champion(client, versions, mine, request) is mine:
             roles.append("champion")
         for role in roles:
             client.set_registered_model_alias(name, role, mine.version)
@@ -110,7 +110,7 @@ def register_model(
 
 
 def _choose_champion(
-    client: MlflowClient, known: list[ModelVersion], mine: ModelVersion, asked: dict[str, Any]
+    client: MlflowClient, versions: list[ModelVersion], mine: ModelVersion, request: dict[str, Any]
 ) -> ModelVersion:
     """Return the version with the best validation of those that passed their gate.
 
@@ -121,20 +121,20 @@ def _choose_champion(
     def score(version: ModelVersion) -> float:
         value = math.nan
         with suppress(MlflowException, ValueError):
-            tag = version.tags.get(asked["metric"])
+            tag = version.tags.get(request["metric"])
             if tag is not None:
                 value = float(tag)
             elif version is not mine and version.run_id:  # somebody made it by hand
-                value = client.get_run(version.run_id).data.metrics.get(asked["metric"], value)
-        return -value if asked["lower"] else value
+                value = client.get_run(version.run_id).data.metrics.get(request["metric"], value)
+        return -value if request["lower"] else value
 
-    crowned = client.get_registered_model(asked["name"]).aliases.get("champion")
-    holder = next((v for v in known if str(v.version) == str(crowned)), None)
+    crowned = client.get_registered_model(request["name"]).aliases.get("champion")
+    holder = next((v for v in versions if str(v.version) == str(crowned)), None)
     if holder is not None:
-        return mine if asked["passed"] and score(mine) > score(holder) else holder
-    scored = [v for v in known if not math.isnan(score(v))]
+        return mine if request["passed"] and score(mine) > score(holder) else holder
+    scored = [v for v in versions if not math.isnan(score(v))]
     best = max(scored, key=lambda v: (PASSED_TAG in v.tags, score(v)), default=mine)
-    client.set_registered_model_alias(asked["name"], "champion", best.version)
+    client.set_registered_model_alias(request["name"], "champion", best.version)
     return best
 
 

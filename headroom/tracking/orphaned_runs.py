@@ -33,6 +33,7 @@ from headroom.base.event_log import (
     read_begins,
     read_end,
     read_json,
+    read_logged_tags,
     read_metrics_before,
 )
 from headroom.base.file_lock import is_held
@@ -66,8 +67,8 @@ def find_dead_runs(
     """
     host, folders = socket.gethostname().replace("'", ""), _find_folders(chosen)
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
-    for found in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
-        run = client.get_run(found.info.run_id)
+    for entry in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
+        run = client.get_run(entry.info.run_id)
         tags = run.data.tags
         if run.info.status != "RUNNING" or is_run_alive(tags):
             continue
@@ -87,8 +88,8 @@ def pass_over_errors(which: str) -> Iterator[None]:
 
 
 def _find_folders(chosen: TrackingSettings) -> set[str]:
-    found = (Path(chosen.runs).glob(f"*/{name}") for name in (SENT, LOG))
-    return {file.parent.name for files in found for file in files}
+    matches = (Path(chosen.runs).glob(f"*/{name}") for name in (SENT, LOG))
+    return {file.parent.name for files in matches for file in files}
 
 
 def send_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> None:
@@ -326,7 +327,8 @@ def _resend(sender: Sender, dead: str) -> None:
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
             run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
-        run["tags"] = {**stored.data.tags, **run.get("tags", {})}
+        # MLflow may not have been told of the newest of them.
+        run["tags"] = {**stored.data.tags, **read_logged_tags(log), **run.get("tags", {})}
         _append_end(sender.folder, run)
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
@@ -357,8 +359,10 @@ def _describe_run(sender: Sender) -> dict[str, str]:
     if begin is not None:
         name, run_id, tags = begin.get("name", sender.folder.name), "", begin["tags"]
     else:
-        known = sender.state.run_id
-        run = sender.client.get_run(known) if known else find_run(sender.client, sender.folder)
+        known_id = sender.state.run_id
+        run = (
+            sender.client.get_run(known_id) if known_id else find_run(sender.client, sender.folder)
+        )
         name, run_id, tags = run.info.run_name, run.info.run_id, run.data.tags
     flow_run = tags.get("prefect.flow_run_id", "")
     return {"name": name, "run_id": run_id, "flow_run": flow_run, "problem": ""}

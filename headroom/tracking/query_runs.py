@@ -118,11 +118,11 @@ def _get_run(client: MlflowClient, run_id: str, where: TrackingSettings, *, prob
         raise TrackingError(f"{problem}: no such run in {store}; see its id in MLflow") from None
 
 
-def read_tags(where: TrackingSettings, run_id: str) -> dict[str, str]:
-    """Return the tags of a run. Raises TrackingError."""
+def read_run(where: TrackingSettings, run_id: str) -> dict[str, Any]:
+    """Return a run as MLflow has it: its name, tags, metrics and more. Raises TrackingError."""
     with _explain(where):
         client = MlflowClient(where.tracking_uri)
-        return dict(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}").data.tags)
+        return _describe_run(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}"))
 
 
 def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
@@ -233,7 +233,7 @@ class ExperimentRuns:
 
         Raises TrackingError with every one that is no training.
         """
-        found, problems, store = [], [], redact(self.where.tracking_uri)
+        runs, problems, store = [], [], redact(self.where.tracking_uri)
         for run_id in ids:
             try:
                 run = self.client.get_run(run_id)
@@ -245,12 +245,12 @@ class ExperimentRuns:
                 problems.append(f"--runs {run_id[:80]}: no such run in {store}, or deleted")
                 continue
             if _is_training(run):
-                found.append(_describe_run(run))
+                runs.append(_describe_run(run))
             else:
                 problems.append(f"--runs {run_id[:80]}: is no training that tells {NEEDED_METRIC}")
         if problems:
             raise TrackingError("\n".join(problems))
-        return found
+        return runs
 
     @_explain_errors
     def read_newest(self, *, last: int | None, query: str = "") -> list[dict[str, Any]]:

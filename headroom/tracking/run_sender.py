@@ -41,6 +41,7 @@ from headroom.base.event_log import (
     TRAINING_LOCK,
     Sample,
     read_log_ends,
+    read_logged_tags,
     read_metric_batches,
     read_series,
 )
@@ -160,12 +161,12 @@ def _compile_statements() -> list[str]:
     )
     insert = sqlite.insert(SqlMetric).values(filled).on_conflict_do_nothing(index_elements=KEY)
     update = sqlite.insert(SqlLatestMetric).values(filled)
-    new, known = update.excluded, SqlLatestMetric
+    new, latest = update.excluded, SqlLatestMetric
     update = update.on_conflict_do_update(
         index_elements=LATEST_KEY,
         set_={name: new[name] for name in COLUMNS if name not in LATEST_KEY},
         where=tuple_(new.step, new.timestamp, new.value)
-        > tuple_(known.step, known.timestamp, known.value),
+        > tuple_(latest.step, latest.timestamp, latest.value),
     )
     dialect = sqlite.dialect(paramstyle="named")
     return [str(s.compile(dialect=dialect)) for s in (is_active, insert, update)]
@@ -266,7 +267,7 @@ class Sender:
                     raise
 
     def flush(self, *, most_bytes: float = math.inf) -> None:
-        """Send the metrics that are new, of at most so many bytes of the journal.
+        """Send the metrics and tags that are new, of at most so many bytes of the journal.
 
         Raises what MLflow raises; nothing is lost then.
         """
@@ -278,6 +279,7 @@ class Sender:
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
+                self._send_tags(read_logged_tags(self.folder / LOG, self.state.offset, offset))
                 self.state.offset = offset
                 self.state.damaged += len(bad)
                 bad.clear()
@@ -287,10 +289,13 @@ class Sender:
         sample = self.telemetry.sample().items()
         if sample:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
-        if self.tags:
-            tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in self.tags.items()]
-            self.client.log_batch(self.state.run_id, tags=tags)
-            self.tags.clear()
+        self._send_tags(self.tags)
+        self.tags.clear()
+
+    def _send_tags(self, tags: Mapping[str, str]) -> None:
+        if tags:
+            run_tags = [RunTag(name, text[:TAG_LIMIT]) for name, text in tags.items()]
+            self.client.log_batch(self.state.run_id, tags=run_tags)
 
     def _send(self, samples: list[Sample]) -> None:
         send_metrics(self.client, self.where.database, self.state.run_id, samples)
@@ -432,14 +437,14 @@ class Sender:
         self.state.has_model = True
         self._keep()
 
-    def _register(self, asked: dict[str, Any]) -> None:
+    def _register(self, request: dict[str, Any]) -> None:
         """Register the model; where that fails, the run is kept and says why."""
         try:
             turn = Path(self.where.runs) / "registry.lock"
-            self.registered = model_sender.register_model(self.client, self.state, asked, turn)
+            self.registered = model_sender.register_model(self.client, self.state, request, turn)
         except Exception as error:  # of any store
             message = redact(str(error)).strip() or type(error).__name__
-            self.registered = f"not registered as {asked['name']}: {message.splitlines()[0]}"
+            self.registered = f"not registered as {request['name']}: {message.splitlines()[0]}"
         self.client.set_tag(self.state.run_id, REGISTERED, self.registered[:TAG_LIMIT])
 
     def _send_artifact(self, path: Path) -> None:
@@ -509,12 +514,12 @@ def claim_run(client: MlflowClient, run: Run, *, marks: Sequence[str], by: str) 
     _refuse_other_copy(run, marks)
     client.set_tag(run_id, mine, by)
     try:
-        known = client.get_run(run_id)
-        _refuse_other_copy(known, marks)  # one that did the same meanwhile
+        newest_run = client.get_run(run_id)
+        _refuse_other_copy(newest_run, marks)  # one that did the same meanwhile
     except RunGone:
         client.delete_tag(run_id, mine)
         raise
-    for name in known.data.tags:
+    for name in newest_run.data.tags:
         if name.startswith(RESUMED_BY) and name != mine:
             client.delete_tag(run_id, name)
 

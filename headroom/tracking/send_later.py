@@ -68,10 +68,10 @@ def start(chosen: TrackingSettings, prefect_api: str) -> None:
     threading.Thread(target=one.wait, daemon=True).start()  # else it would stay a zombie
 
 
-def make_environment(given: Mapping[str, str]) -> dict[str, str]:
+def make_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the process that stays."""
-    path = os.pathsep.join(filter(None, [_PROJECT, given.get("PYTHONPATH")]))
-    return {k: v for k, v in given.items() if k not in OTHERS} | {"PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [_PROJECT, environment.get("PYTHONPATH")]))
+    return {k: v for k, v in environment.items() if k not in OTHERS} | {"PYTHONPATH": path}
 
 
 _PROJECT = str(Path(__file__).parent.parent.parent)

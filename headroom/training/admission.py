@@ -45,7 +45,7 @@ class Admission:
     source: str  # history or dry step; empty where nobody had to know
     micro_batch: int  # rows to start with
     reason: str  # one sentence
-    told: Forecast | None = None  # of a dry step
+    forecast: Forecast | None = None  # of a dry step
     fits_graph: bool = True  # whether a recorded step finds room too, as far as is known
 
 
@@ -202,7 +202,7 @@ class _MemoryRequest:
         fits_graph = forecast.graphed is None or forecast.graphed.needed_bytes <= room
         return Admission(forecast.peak_bytes, "dry step", rows, reason, forecast, fits_graph)
 
-    def describe_refusal(self, room: float, found: tuple[Holder, ...]) -> str:
+    def describe_refusal(self, room: float, holders: tuple[Holder, ...]) -> str:
         """Return why the training can't be had; starts with the setting at fault."""
         least_bytes = self.forecast(1).needed_bytes
         if least_bytes + self._held_bytes > self._limit_bytes:
@@ -217,15 +217,15 @@ class _MemoryRequest:
         remedy = f"make the model smaller{raised}, or choose another device"
         if least_bytes <= self.most_bytes:
             remedy += ", or let memory.wait_s wait for it"
-        return f"device.name: {self.describe_shortage(room, found)}; {remedy}"
+        return f"device.name: {self.describe_shortage(room, holders)}; {remedy}"
 
-    def describe_shortage(self, room: float, found: tuple[Holder, ...]) -> str:
+    def describe_shortage(self, room: float, holders: tuple[Holder, ...]) -> str:
         """Return what is asked, what is there, and who holds the rest."""
         least_bytes = self.forecast(1).needed_bytes
         return (
             f"training one row at a time needs {_format_size(least_bytes)} of "
             f"{self._device.name}, and "
-            f"{_format_size(room)} are free{self._describe_limit()}{_describe_holders(found)}"
+            f"{_format_size(room)} are free{self._describe_limit()}{_describe_holders(holders)}"
         )
 
     def _describe_limit(self) -> str:
@@ -247,17 +247,17 @@ def _format_size(size_bytes: float) -> str:
     return format_mebibytes(size_bytes / MIB)
 
 
-def _describe_holders(found: tuple[Holder, ...]) -> str:
-    if not found:
+def _describe_holders(processes: tuple[Holder, ...]) -> str:
+    if not processes:
         return ""
-    largest = sorted(found, key=lambda holder: -(holder.bytes or 0))
+    largest = sorted(processes, key=lambda holder: -(holder.bytes or 0))
     holders = [
         f"pid {h.pid}"
         + (f" ({h.name})" if h.name else "")
         + ("" if h.bytes is None else f" {_format_size(h.bytes)}")
         for h in largest[:SHOWN]
     ]
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    more = f" and {len(processes) - SHOWN} more" if len(processes) > SHOWN else ""
     return f"; held by {', '.join(holders)}{more}"
 
 
@@ -299,7 +299,7 @@ def make_forecast_figures(
 ) -> dict[str, float]:
     """Return the forecast with a recorded step where one was recorded, else without."""
     peak_bytes, reserved_bytes = past.find_peak_bytes(), past.find_reserved_bytes()
-    forecast = admission.told
+    forecast = admission.forecast
     if forecast is not None:
         forecast = forecast.graphed if has_recorded and forecast.graphed is not None else forecast
         peak_bytes, reserved_bytes = forecast.peak_bytes, forecast.reserved_bytes

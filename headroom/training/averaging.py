@@ -68,17 +68,17 @@ class TargetCount:
         return self.count(y)
 
 
-def choose_count(train: TrainConfig, data: DataFacts, *, found: Count | None = None) -> Count:
+def choose_count(train: TrainConfig, data: DataFacts, *, own_count: Count | None = None) -> Count:
     """Return the function that counts what the loss of some rows is the mean of.
 
-    found: what find_averaging has found of a loss of the user's own or of the model itself, which
+    own_count: what find_averaging says of a loss of the user's own or of the model itself, which
     is taken where that has no attribute `count` and is none of PyTorch's.
     """
     if is_import_path(train.loss):
         own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-        return find_told_count(own) or found or count_rows
-    if found is not None:
-        return found
+        return find_told_count(own) or own_count or count_rows
+    if own_count is not None:
+        return own_count
     # Only batches of a loader hold labels to be skipped.
     return LabelCount() if data.task == "tokens" and data.batch is not None else count_rows
 
@@ -112,7 +112,7 @@ def find_averaging(
     x: Any,
     y: Any,
     *,
-    told: Count | None = None,
+    own_count: Count | None = None,
     paddings: tuple[int, ...] = (),
     may_skip: bool = True,
 ) -> Averaging:
@@ -120,11 +120,11 @@ def find_averaging(
     as they are and with some of them skipped.
 
     measure: gives the loss of some rows. x, y: of four rows, as batches hold them, on the host;
-    where x has labels, they are y. told: as the loss says itself. paddings: labels that the
+    where x has labels, they are y. own_count: as the loss says itself. paddings: labels that the
     model calls so. may_skip: whether labels of the data may be -100. Of a loss that draws random
     numbers, or that cannot be had, nothing is known.
     """
-    fitting = [told] if told else list(_iterate_counts(y, paddings))
+    fitting = [own_count] if own_count else list(_iterate_counts(y, paddings))
     is_asked = False
     for rows in _iterate_samples(x, y, paddings, may_skip):
         halves = nested.split_batch(rows, ROWS // 2, whole=ROWS)
@@ -138,7 +138,7 @@ def find_averaging(
         fitting, is_asked = fits, True
         if not fitting:
             return Averaging(adds_up=False)
-    return Averaging(count=fitting[0]) if is_asked and not told else Averaging()
+    return Averaging(count=fitting[0]) if is_asked and not own_count else Averaging()
 
 
 def breaks_on_nothing(
@@ -160,12 +160,14 @@ def breaks_on_nothing(
             loss = measure(rows, empty)
             if loss is None:
                 return False
-            found = torch.autograd.grad(loss * 0, leaves, allow_unused=True)
+            gradients = torch.autograd.grad(loss * 0, leaves, allow_unused=True)
     except Exception as error:
         if is_oom(error):
             raise
         return False  # such rows may be none of its own
-    return not all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
+    return not all(
+        bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None
+    )
 
 
 def check_told_count(count: Count, y: Any, loss: float, *, path: str) -> None:
@@ -285,26 +287,26 @@ def warn_of_parts(
     model: its name. micro_rows: of the smallest part; eval_rows: of the batches of an evaluation,
     None where it is one batch.
     """
-    found: list[str] = []
+    texts: list[str] = []
     if micro_rows < train.batch_size:
-        found += _warn_of_moves(train, changes, model=model, micro_rows=micro_rows)
+        texts += _warn_of_moves(train, changes, model=model, micro_rows=micro_rows)
     if averaging.adds_up:
-        return tuple(found)
+        return tuple(texts)
     is_own = is_import_path(train.loss)
     who = f"train.loss: {train.loss}" if is_own else f"model.name: the loss that {model} gives"
     if micro_rows < train.batch_size:
         give = "give it an attribute `count` (docs/models.md), or " if is_own else ""
-        found.append(
+        texts.append(
             f"{who} of a batch is not the mean over its parts, so that micro-batches of "
             f"{micro_rows} rows learnt something else than whole batches would; {give}take batches "
             "that fit whole"
         )
     if eval_rows is not None:
-        found.append(
+        texts.append(
             f"{who} of all rows is not the mean over their batches: val/loss is that of batches of "
             f"{eval_rows:,} rows; compare it with runs of the same size alone"
         )
-    return tuple(found)
+    return tuple(texts)
 
 
 def _warn_of_moves(

@@ -202,10 +202,10 @@ def verify_file(path: Path, digest: str) -> Path:
     """Return the path of a file whose SHA-256 is as it was written. Raises DamagedCheckpoint."""
     try:
         with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            content_digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error}") from None
-    if found != digest:
+    if content_digest != digest:
         raise DamagedCheckpoint(f"{path} was changed since it was written")
     return path
 

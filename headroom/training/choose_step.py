@@ -162,14 +162,14 @@ class TunedStep:
         wait: Callable[[], None],
         graphs: bool,
         rows: int = 0,
-        known: EarlierTimings | None = None,
+        timings: EarlierTimings | None = None,
         recorded: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
         replay and the model is one that may be. rows: of a whole batch; 0: of the first. recorded:
         called once steps are replayed from a graph, with what that keeps beside the batch."""
         self.plain, self._mode, self._left = step, mode, steps
-        self._wait, self._graphs, self._known = wait, graphs, known
+        self._wait, self._graphs, self._timings = wait, graphs, timings
         self._recorded = recorded
         self._left_s: Callable[[], float] = lambda: inf
         self._rows = rows  # of whole batches: only these are tried and compiled
@@ -352,10 +352,10 @@ class TunedStep:
 
     def _find_obstacle(self, left_s: float) -> str:
         """Return why compiling can't pay for the steps that are left; empty where it may."""
-        if self._known is not None:
+        if self._timings is not None:
             cost_s, share = (
-                self._known.cost_s,
-                self._known.compiled_step_s / self._known.plain_step_s,
+                self._timings.cost_s,
+                self._timings.compiled_step_s / self._timings.plain_step_s,
             )
             gain_s = left_s * (1 - share)
             if gain_s > cost_s:

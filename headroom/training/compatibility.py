@@ -1,5 +1,5 @@
-"""Whether a training may go on from a checkpoint: what has to be the same as when it was written,
-and what may differ. It refuses by name, all that differs at once.
+"""Says whether a training may go on from a checkpoint: what has to be the same as when it was
+written, and what may differ. It refuses by name, all that differs at once.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     A secret may: a password has its time, and rows are known by their fingerprint.
     """
     secrets = was.get("secrets", {})
-    problems, told = [], _list_changed_secrets(secrets)
+    problems, notes = [], _list_changed_secrets(secrets)
     for name, before, after in _list_changed(was["settings"], now["settings"]):
         if _is_same_but_hidden(name, before, after, secrets):
             continue
         if name in MAY_DIFFER or name.partition(".")[0] in MAY_DIFFER_IN:
-            told.append(f"{name} was {before} and is {after}")
+            notes.append(f"{name} was {before} and is {after}")
         else:
             problems.append(
                 f"{name}: was {before} when the checkpoint was written and is {after}; "
@@ -148,11 +148,11 @@ def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> lis
         raise ConfigError(*problems)
     for what in ("device", "torch"):
         if was[what] != now[what]:
-            told.append(f"{what} was {was[what]} and is {now[what]}: not the same to the last bit")
+            notes.append(f"{what} was {was[what]} and is {now[what]}: not the same to the last bit")
     before, after = was.get("commit"), now.get("commit")
     if before and after and before != after:
-        told.append(f"git.commit was {before[:12]} and is {after[:12]}")
-    return told
+        notes.append(f"git.commit was {before[:12]} and is {after[:12]}")
+    return notes
 
 
 def _list_changed(
@@ -174,22 +174,22 @@ def _list_changed(
     ]
 
 
-def _list_changed_secrets(known: Mapping[str, str]) -> list[str]:
+def _list_changed_secrets(hashes: Mapping[str, str]) -> list[str]:
     """Return in words which secrets are others than those of the checkpoint."""
-    values = {name: os.environ.get(make_variable_name(name)) for name in known if name != "salt"}
+    values = {name: os.environ.get(make_variable_name(name)) for name in hashes if name != "salt"}
     return [
         f"{name} has another secret than it had"
         for name, value in values.items()
-        if value is not None and _hash_secret(value, known["salt"]) != known[name]
+        if value is not None and _hash_secret(value, hashes["salt"]) != hashes[name]
     ]
 
 
-def _is_same_but_hidden(name: str, before: Any, after: Any, known: Mapping[str, str]) -> bool:
-    """Whether what differs was hidden, by a variable of the environment that is there no more, and
+def _is_same_but_hidden(name: str, before: Any, after: Any, hashes: Mapping[str, str]) -> bool:
+    """True if what differs was hidden, by a variable of the environment that is there no more, and
     is the same."""
     was, now = ({n: v for n, v in _iterate_values(value, name)} for value in (before, after))
     return was.keys() == now.keys() and all(
-        value == now[n] or (n in known and _hash_secret(str(now[n]), known["salt"]) == known[n])
+        value == now[n] or (n in hashes and _hash_secret(str(now[n]), hashes["salt"]) == hashes[n])
         for n, value in was.items()
     )
 

@@ -98,10 +98,10 @@ class GraphedStep:
         self._grads = [p.grad for p in self._optimizer.params]
         return replay
 
-    def _compute_grad_norm(self, asked: bool) -> Tensor | None:
+    def _compute_grad_norm(self, is_requested: bool) -> Tensor | None:
         if self._outcome.grad_norm is not None:  # clipping: recorded with the step
             return self._outcome.grad_norm.clone()
-        if not asked:
+        if not is_requested:
             return None
         for parameter, grad in zip(self._optimizer.params, self._grads, strict=True):
             parameter.grad = grad  # a plain step in between has put its own there

@@ -120,7 +120,7 @@ def _evaluate_rows(
     model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
 ) -> Evaluation:
     """Return the evaluation, its metrics by the last parts of their names."""
-    found: list[dict[str, Tensor]] = []
+    parts: list[dict[str, Tensor]] = []
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
@@ -135,13 +135,13 @@ def _evaluate_rows(
                 kept.add(outputs, targets)
         else:  # another rank's row, to keep the others company
             values = {name: torch.zeros_like(value) for name, value in values.items()}
-        found.append(values)
+        parts.append(values)
         del batch, sums_of_batch
         evaluator.batch = None  # gone before the next one comes
-        if len(found) == FOLDED:
-            found = [_add_sums(found)]
+        if len(parts) == FOLDED:
+            parts = [_add_sums(parts)]
     evaluator.phases.meter.end_phase("eval")
-    sums = {name: total.item() for name, total in _add_sums(found).items()}
+    sums = {name: total.item() for name, total in _add_sums(parts).items()}
     sums = evaluator.ranks.sum_over_ranks({**sums, "rows": rows})
     rows = int(sums["rows"])
     loss = sums["loss"] / sums["counted"] if sums["counted"] else math.nan
@@ -166,8 +166,8 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
     if "top5" in sums:
         figures["top5_accuracy"] = sums["top5"] / sums["answers"]
     if task == "multilabel":
-        told = 2 * sums["both"] + sums["either"]
-        figures["f1"] = 2 * sums["both"] / told if told else 1.0
+        count = 2 * sums["both"] + sums["either"]
+        figures["f1"] = 2 * sums["both"] / count if count else 1.0
     return figures
 
 
@@ -188,15 +188,15 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> Evaluation:
             is_constant=is_constant,
             is_by_chance=scores.is_by_chance(cells),
         )
-    given, so = (
+    predictions, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
         for part in (outputs, targets)
     )
-    mean_rmse, median_mae = scores.compute_constant_baseline(given, so, evaluator.guess)
+    mean_rmse, median_mae = scores.compute_constant_baseline(predictions, so, evaluator.guess)
     return Evaluation(
-        scores.compute_regression_scores(given, so),
+        scores.compute_regression_scores(predictions, so),
         is_constant=is_constant,
-        r2_error=scores.compute_r2_error(given, so),
+        r2_error=scores.compute_r2_error(predictions, so),
         mean_rmse=mean_rmse,
         median_mae=median_mae,
     )
@@ -236,12 +236,12 @@ def _sum_part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchS
             loss = evaluator.loss(copied(outputs), nested.map_tensors(y, copied))
     values, pairs = {"loss": scale_loss(loss, count), "counted": torch.as_tensor(count)}, []
     if evaluator.task == "classification":
-        told, classes = outputs.argmax(1), outputs.shape[1]
-        values["hits"], values["answers"] = (told == y).sum(), torch.tensor(told.numel())
+        answers, classes = outputs.argmax(1), outputs.shape[1]
+        values["hits"], values["answers"] = (answers == y).sum(), torch.tensor(answers.numel())
         if classes > TOP_OF:
             best = outputs.topk(TOP, 1).indices
             values["top5"] = (best == y.unsqueeze(1)).sum()
-        pairs.append((shrink_classes(told, classes), shrink_classes(y, classes)))
+        pairs.append((shrink_classes(answers, classes), shrink_classes(y, classes)))
     elif evaluator.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
         values["hits"], values["answers"] = (is_told == is_so).sum(), torch.tensor(y.numel())
@@ -251,8 +251,8 @@ def _sum_part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchS
     elif evaluator.task == "regression":
         pairs.append((outputs, y))
     for name, metric in evaluator.metrics.items():
-        given = copied(outputs), nested.map_tensors(y, copied)
-        values[f"own/{name}"] = torch.as_tensor(metric(*given)).float().reshape(()) * rows
+        arguments = copied(outputs), nested.map_tensors(y, copied)
+        values[f"own/{name}"] = torch.as_tensor(metric(*arguments)).float().reshape(()) * rows
     return _BatchSums(values, pairs)
 
 

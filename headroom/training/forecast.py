@@ -117,7 +117,7 @@ class DryRun:
             self.device,
             block=int if facts.kind == "cpu" else read_rules().round_up,
             scratch=self._count_scratch,
-            told=self._events.append,
+            record_event=self._events.append,
         )
         # Bytes, by the phase after which the first product of matrices takes them.
         self._workspaces = list_workspaces(facts)

@@ -38,7 +38,7 @@ USUAL_GPUS = ("t4", "l4", "a100-40", "a100-80", "h100")
 
 @dataclass(frozen=True)
 class GpuFit:
-    """Whether a step fits a GPU, and how many rows do."""
+    """The answer whether a step fits a GPU, and how many rows do."""
 
     room_mib: float
     needed_mib: float  # of the batch that was asked for, in one piece

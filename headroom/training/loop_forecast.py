@@ -53,7 +53,7 @@ class LoopStep:
     """What a step is made of."""
 
     make_model: Callable[[], nn.Module]  # a fresh one each time
-    given: tuple[tuple[Any, ...], dict[str, Any]]  # to its forward, of tensors without memory
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]  # to its forward, of tensors without memory
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     compute_loss: Callable[[Any], Tensor] | None = None  # of what the forward returns
     autocast: torch.dtype | None = None
@@ -61,7 +61,7 @@ class LoopStep:
     @property
     def rows(self) -> int:
         """Of the batch: those of its first tensor."""
-        return nested.count_rows(self.given)
+        return nested.count_rows(self.inputs)
 
     def resize(self, rows: int) -> LoopStep:
         """Return the step on a batch of so many rows."""
@@ -72,7 +72,7 @@ class LoopStep:
                 return tensor
             return tensor.new_empty((rows, *tensor.shape[1:]))
 
-        return replace(self, given=nested.map_tensors(self.given, resize))
+        return replace(self, inputs=nested.map_tensors(self.inputs, resize))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
             optimizer = step.make_optimizer([p for p in model.parameters() if p.requires_grad])
             dry.end_setup()
             make_batch = partial(
-                nested.map_tensors, step.given, partial(_make_empty, device=dry.device)
+                nested.map_tensors, step.inputs, partial(_make_empty, device=dry.device)
             )
             take = partial(_take_step, step, model, optimizer, dry, assumed)
             for _ in range(STEPS):
@@ -154,10 +154,10 @@ def _take_step(
     optimizer: Optimizer,
     dry: DryRun,
     assumed: list[str],
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> None:
     """Forward, backward and update. assumed: hears what of the step nobody told."""
-    args, kwargs = given
+    args, kwargs = inputs
     cast = torch.autocast(dry.device.type, step.autocast) if step.autocast else nullcontext()
     with cast:
         outputs = model(*args, **kwargs)
@@ -174,12 +174,12 @@ def _take_step(
 
 
 def make_step_of(
-    model: nn.Module, optimizer: Optimizer, given: Any, autocast: torch.dtype | None
+    model: nn.Module, optimizer: Optimizer, inputs: Any, autocast: torch.dtype | None
 ) -> LoopStep:
     """Return the step of a loop in use: of this model and optimizer, on what it was given."""
     return LoopStep(
         partial(_copy_without_memory, model),
-        given,
+        inputs,
         make_optimizer_of(type(optimizer), _read_options(optimizer)),
         autocast=autocast,
     )

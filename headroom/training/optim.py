@@ -630,9 +630,9 @@ class TorchOptimizer(Optimizer):
     @torch.no_grad()
     def _restore_beside(self, kept: Any) -> None:
         vars(self._inner).update(kept["numbers"])
-        _, found = self._find_beside()
+        _, tensors_by_name = self._find_beside()
         for name, tensors in kept["tensors"].items():
-            for tensor, values in zip(found.get(name, ()), tensors, strict=False):
+            for tensor, values in zip(tensors_by_name.get(name, ()), tensors, strict=False):
                 tensor.copy_(shard_like(values, tensor))
 
     def restore(self, state: Any) -> None:
@@ -822,7 +822,7 @@ def _refuse_unusable(inner: Any, name: str) -> None:
         )
 
 
-def _needs_closure(factory: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+def _needs_closure(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether a step on a small matrix and a bias fails without a closure that computes the
     gradients anew, and not with one, as those of SAM do."""
 
@@ -838,7 +838,7 @@ def _needs_closure(factory: Callable[..., Any], given: Mapping[str, Any]) -> boo
 
         compute_gradients()
         try:
-            inner = factory([{"params": weights}], **given)
+            inner = factory([{"params": weights}], **arguments)
             inner.step(compute_gradients) if with_closure else inner.step()
         except Exception:  # what it lacks it says in many ways; a real step tells all others
             return False

@@ -211,7 +211,7 @@ def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts)
     before = set(model.state_dict())
     numbers: list[bool] = []  # whether a single number that it returned may be trained on
     hook = model.register_forward_hook(
-        lambda module, given, result: numbers.append(
+        lambda module, inputs, result: numbers.append(
             any(number.requires_grad for number in find_numbers(result))
         )
     )
@@ -270,17 +270,17 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
     draw = torch.Generator().manual_seed(0)
     drawn = torch.rand((averaging.ROWS, *outputs.shape[1:]), generator=draw).to(outputs.dtype)
     own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-    told = averaging.find_told_count(own)
-    if told is not None:
+    own_count = averaging.find_told_count(own)
+    if own_count is not None:
         with torch.no_grad():
             value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))
-        averaging.check_told_count(told, y, value, path=train.loss)
+        averaging.check_told_count(own_count, y, value, path=train.loss)
     # Labels of -100 come from loaders alone.
     may_skip = data.batch is not None
-    found = averaging.find_averaging(loss, drawn, y, told=told, may_skip=may_skip)
-    count, leaf = told or found.count, drawn.requires_grad_()
+    average = averaging.find_averaging(loss, drawn, y, own_count=own_count, may_skip=may_skip)
+    count, leaf = own_count or average.count, drawn.requires_grad_()
     breaks = may_skip and averaging.breaks_on_nothing(loss, leaf, y, count, [leaf])
-    return replace(found, breaks_on_nothing=breaks)
+    return replace(average, breaks_on_nothing=breaks)
 
 
 def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
@@ -293,15 +293,15 @@ def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averag
         return forward(x)[1]
 
     rows = make_sample(data, averaging.ROWS)
-    found = averaging.find_averaging(
+    average = averaging.find_averaging(
         measure,
         *rows,
         paddings=tuple(label for label in named if isinstance(label, int)),
         may_skip=data.task != "classification",  # whose labels of -100 are refused
     )
     trained = [p for p in model.parameters() if p.requires_grad]
-    breaks = averaging.breaks_on_nothing(measure, *rows, found.count, trained)
-    return replace(found, breaks_on_nothing=breaks)
+    breaks = averaging.breaks_on_nothing(measure, *rows, average.count, trained)
+    return replace(average, breaks_on_nothing=breaks)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
@@ -486,7 +486,7 @@ def _refuse_otherwise_in_eval(
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
     then. x: EVAL_ROWS rows, since two may be as many as there are outputs; shape: of a row in
     training; None where it may be any."""
-    expected, told = (EVAL_ROWS, *(shape or ())), ""
+    expected, difference = (EVAL_ROWS, *(shape or ())), ""
     forward = make_own_forward(model.eval(), takes_loss=takes_loss)
     try:
         with torch.inference_mode():
@@ -495,14 +495,14 @@ def _refuse_otherwise_in_eval(
                 model.train()
                 expected = tuple(forward(x)[0].shape)
         if shape is not None and got != expected:
-            told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
+            difference = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:
         if is_oom(error):
             raise
-        told = f"raised: {describe_error(error)}"
+        difference = f"raised: {describe_error(error)}"
     model.train()
-    if told:
-        raise ModelError(f"model.name: in eval mode {name} {told}; mend what it does then")
+    if difference:
+        raise ModelError(f"model.name: in eval mode {name} {difference}; mend what it does then")
 
 
 def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:

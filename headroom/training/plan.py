@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether weights are kept beside those that are trained: of one evaluation there are no
+        """True if weights are kept beside those that are trained: of one evaluation there are no
         others."""
         t = self.settings.train
         return t.keep == "best" and (t.epochs > 1 or t.eval_every_steps is not None)

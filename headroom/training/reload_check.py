@@ -67,15 +67,15 @@ def check_reload(model: nn.Module, x: Any, folder: Path, *, precision: str) -> s
     trained = OutputsOnly(model) if is_import_path(name) else model
     try:
         with _keep_import_path():
-            moves, told = _compare_reloaded(trained, x, folder, name, precision)
+            moves, problem = _compare_reloaded(trained, x, folder, name, precision)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
         clear_frames(error)
         log.warning("no memory to load the model again and compare its outputs")
         return ""
-    if told:
-        raise ModelError(f"model.name: {name} {told}")
+    if problem:
+        raise ModelError(f"model.name: {name} {problem}")
     return f"model.name: {name} {moves}" if moves else ""
 
 

@@ -51,11 +51,11 @@ class MicroBatchTooLarge(RestartableError):
             f"{-(-rows // 2)}, from the last checkpoint ({'. '.join(why.split('. ')[:2])})"
         )
         self.smaller = -(-rows // 2)
-        self._given = rows, why
+        self._arguments = rows, why
 
     def __reduce__(self) -> tuple[type[MicroBatchTooLarge], tuple[int, str]]:
         """A process sends it to the one that has started it."""
-        return type(self), self._given
+        return type(self), self._arguments
 
 
 class FixedMicroBatches(MicroBatches):
@@ -117,9 +117,11 @@ class AgreedMicroBatches(FixedMicroBatches):
         by_rank: list[tuple[int, MemoryFailure | None]] = self._ranks.all_gather(
             (self.rows, failure)
         )
-        for rank, (_, found) in enumerate(by_rank):
-            if found is not None:
-                raise MemoryExhausted(replace(found, text=f"on rank {rank}: {found.text}"))
+        for rank, (_, exhaustion) in enumerate(by_rank):
+            if exhaustion is not None:
+                raise MemoryExhausted(
+                    replace(exhaustion, text=f"on rank {rank}: {exhaustion.text}")
+                )
         self.rows = min(rows for rows, _ in by_rank)
         self._together()
         self._is_agreed = True

@@ -47,14 +47,14 @@ class StateChanges:
     # parameters, numbers.
     lasting: frozenset[Slot] = frozenset()
 
-    def replace_model(self, found: StateChanges) -> StateChanges:
-        """Return the same with what was `found` of the model in another mode."""
+    def replace_model(self, model_changes: StateChanges) -> StateChanges:
+        """Return the same with those of the model in another mode, which are `model_changes`."""
         return replace(
             self,
-            inputs=self.inputs or found.inputs,
-            slots=found.slots | {slot for slot in self.slots if slot[0]},
-            mutated=found.mutated | {slot for slot in self.mutated if slot[0]},
-            trained=found.trained,
+            inputs=self.inputs or model_changes.inputs,
+            slots=model_changes.slots | {slot for slot in self.slots if slot[0]},
+            mutated=model_changes.mutated | {slot for slot in self.mutated if slot[0]},
+            trained=model_changes.trained,
         )
 
 
@@ -113,7 +113,7 @@ class ChangeFinder:
     def _find_lasting(self) -> set[Slot]:
         """Return what is carried from one pass to the next, of all that has a name. The running
         means of norms are, and are those of micro-batches everywhere."""
-        found = set()
+        slots = set()
         for owner, path, layer in self._iterate_layers():
             if isinstance(layer, nn.modules.batchnorm._NormBase):
                 continue
@@ -122,8 +122,8 @@ class ChangeFinder:
             if isinstance(layer, nn.Module):
                 names += layer._buffers.keys() - layer._non_persistent_buffers_set
                 names += [k for k, p in layer._parameters.items() if p is not None]
-            found |= {(owner, path, name) for name in names}
-        return found
+            slots |= {(owner, path, name) for name in names}
+        return slots
 
     def _iterate_layers(self) -> Iterator[tuple[str, str, Any]]:
         return _iterate_layers(self._model, self._beside)
@@ -347,19 +347,19 @@ class _Describer:
     def describe(self, value: Any, depth: int = DEEPEST) -> Any:
         if isinstance(value, PLAIN):
             return type(value), repr(value)
-        told = (type(value), id(value))
+        identity = (type(value), id(value))
         if isinstance(value, CODE) or id(value) in self._seen or len(self._seen) > MOST:
-            return told
+            return identity
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.has_tensors = True
-            return *told, *self._describe_tensor(value)
+            return *identity, *self._describe_tensor(value)
         state = _read_random_state(value)
         if state is not None:
-            return *told, state
+            return *identity, state
         if isinstance(value, np.ndarray):
-            return *told, value.shape, zlib.crc32(value.tobytes())
-        return *told, *(self.describe(part, depth - 1) for part in _list_parts(value) if depth)
+            return *identity, value.shape, zlib.crc32(value.tobytes())
+        return *identity, *(self.describe(part, depth - 1) for part in _list_parts(value) if depth)
 
     def _describe_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:

@@ -175,7 +175,7 @@ def build_state(
         changes=check.changes,
         **shared,
     )
-    count = choose_count(train, data, found=check.averaging.count)
+    count = choose_count(train, data, own_count=check.averaging.count)
     outputs: list[tuple[str, Tensor]] = []
     plain = make_step(
         plan,
@@ -199,7 +199,7 @@ def build_state(
         rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait_for_device, device),
         graphs=place.admission.fits_graph and plan.may_replay and ranks.is_alone,
-        known=place.past.find_compile_timings(),
+        timings=place.past.find_compile_timings(),
         recorded=partial(_keep_recorded, recorded, accounts),
     )
     steps.add(tuned)

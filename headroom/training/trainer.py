@@ -74,15 +74,15 @@ def train(
     folder: Path,
     log: Log,
     resumes: bool = False,
-    asked: StopCheck = lambda: None,
+    check_stop: StopCheck = lambda: None,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainFacts:
     """Train as planned and write the model to `folder`/model, checkpoints to `folder`/checkpoints;
     return what was measured.
 
     log: is called with metrics and their step, at every log point. resumes: whether to go on from
-    the newest checkpoint. asked: tells whether somebody wants a checkpoint, or the end. ranks: the
-    processes that train it together, joined; the lead of them writes.
+    the newest checkpoint. check_stop: tells whether somebody wants a checkpoint, or the end.
+    ranks: the processes that train it together, joined; the lead of them writes.
 
     Raises step_metrics.Diverged for a loss that is not finite, and whatever PyTorch raises; the
     frames of an exception are cleared of tensors.
@@ -91,7 +91,13 @@ def train(
     log = log if ranks.is_lead else _log_nothing
     try:
         return _train(
-            plan, past=past, folder=folder, log=log, resumes=resumes, asked=asked, ranks=ranks
+            plan,
+            past=past,
+            folder=folder,
+            log=log,
+            resumes=resumes,
+            check_stop=check_stop,
+            ranks=ranks,
         )
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
@@ -115,7 +121,7 @@ def _train(
     folder: Path,
     log: Log,
     resumes: bool,
-    asked: StopCheck,
+    check_stop: StopCheck,
     ranks: Ranks,
 ) -> TrainFacts:
     """The recipe of a training: each line is a page of its own."""
@@ -123,10 +129,10 @@ def _train(
     with ExitStack() as stack:
         place = stack.enter_context(take_place(plan, past=past, ranks=ranks))
         state = build_state(plan, place, stack, folder=folder, log=log, resumes=resumes)
-        stop = TimeBudget(plan.settings.train, asked)
+        stop = TimeBudget(plan.settings.train, check_stop)
         state.tuned.end_by(stop.compute_left_s)
-        check_stop = agree_on_stop(stop, ranks, every=plan.schedule.log_every)
-        result = _fit_and_judge(state, plan, place, check_stop, folder)
+        check_agreed_stop = agree_on_stop(stop, ranks, every=plan.schedule.log_every)
+        result = _fit_and_judge(state, plan, place, check_agreed_stop, folder)
         return _save(state, plan, place, result, folder)
 
 

@@ -126,15 +126,15 @@ class AllocationLog(TorchDispatchMode):
         limit_bytes: int | None = None,
         block: Callable[[int], int] = int,
         scratch: Scratch = lambda func, args: (),
-        told: Callable[[AllocatorEvent], None] = lambda event: None,
+        record_event: Callable[[AllocatorEvent], None] = lambda event: None,
         kernels: KernelMemory | None = None,
     ) -> None:
         """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes that
         the device's allocator gives for so many. scratch: what an operation takes for itself while
-        it runs. told: hears of every storage that is made and of its end. kernels: measures what
-        operations take for themselves, where they are computed on a CPU."""
+        it runs. record_event: hears of every storage that is made and of its end. kernels: measures
+        what operations take for themselves, where they are computed on a CPU."""
         super().__init__()
-        self._scratch, self._told, self._kernels = scratch, told, kernels
+        self._scratch, self._record_event, self._kernels = scratch, record_event, kernels
         self._taken_bytes = 0  # by the operation that has just run, its outputs included
         self.operations = 0  # that were called since the step began
         self.pool = 0  # that storages are made in from here on
@@ -371,7 +371,7 @@ class AllocationLog(TorchDispatchMode):
         ref = StorageWeakRef(Tensor.untyped_storage(tensor))
         entry = Entry(ref, size_bytes, self._allocations, line, what)
         self._live[_get_storage_key(tensor)] = entry
-        self._told(AllocateEvent(entry.born, size_bytes, self.pool))
+        self._record_event(AllocateEvent(entry.born, size_bytes, self.pool))
         self._unphased.append(entry)
         self._allocated += size_bytes
         self._note_peak(self._allocated)
@@ -387,10 +387,10 @@ class AllocationLog(TorchDispatchMode):
             entry = Entry(None, size, at, line, what, owner=LIBRARIES, died=died)
             self._gone.append(entry)
             self._unphased.append(entry)
-            self._told(AllocateEvent(at, entry.bytes, self.pool))
+            self._record_event(AllocateEvent(at, entry.bytes, self.pool))
             most += entry.bytes
         for at in range(first, first + len(sizes)):
-            self._told(FreeEvent(at))
+            self._record_event(FreeEvent(at))
         self._note_peak(self._allocated + most)
 
     def _note_peak(self, in_use_bytes: int) -> None:
@@ -405,7 +405,7 @@ class AllocationLog(TorchDispatchMode):
             entry.died = self._allocations + 1
             self._allocated -= entry.bytes
             self._gone.append(entry)
-            self._told(FreeEvent(entry.born))
+            self._record_event(FreeEvent(entry.born))
 
     def _iterate_entries(self) -> Iterator[Entry]:
         yield from self._gone

@@ -104,7 +104,7 @@ class Failure:
     text: str  # PyTorch's, on one line
     place: str  # layer, function and line, as far as they are known
     setting: str  # that names the code which failed
-    given: list[NamedTensor]
+    arguments: list[NamedTensor]
     weights: list[NamedTensor]  # of that layer
     names: TensorNames
 
@@ -195,7 +195,7 @@ def _read_failure(error: BaseException, names: TensorNames, *, is_second: bool) 
         text=text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "...",
         place=", ".join(filter(None, (where, line))) or "the step",
         setting="model.name" if is_models else "train.loss",
-        given=met,
+        arguments=met,
         weights=[
             names.name_tensor("" if path is not None else at, one)
             for at, one in held
@@ -295,7 +295,7 @@ def explain_failure(
     failure = find_failure(error, model, batch, again)
     if failure is None:
         return None
-    devices = {one.device for one in (*failure.given, *failure.weights)}
+    devices = {one.device for one in (*failure.arguments, *failure.weights)}
     is_apart = len(devices) > 1 and _DEVICES.search(failure.text)
     explanation = _describe_devices(failure) if is_apart else _describe_mismatch(failure)
     return f"{explanation} (PyTorch: {failure.text})"
@@ -304,7 +304,7 @@ def explain_failure(
 def _describe_devices(failure: Failure) -> str:
     """Describe which tensor is on which device, and what else does not move with the model."""
     names, usual = failure.names, failure.names.find_usual("device")
-    met = [*failure.given, *failure.weights]
+    met = [*failure.arguments, *failure.weights]
     odd = [one for one in met if one.device != usual]
     setting, cures = failure.setting, list(dict.fromkeys(_MOVES[one.kind] for one in odd))
     if all(one.kind == ENTRY for one in odd):
@@ -314,9 +314,9 @@ def _describe_devices(failure: Failure) -> str:
             cures = [f"the model is on {usual} and the whole batch is not: {_MADE}"]
     who = [*odd, *(one for one in met if one.device == usual)]
     places = _join_words([f"{one} is on {one.device}" for one in who])
-    known = {one.known for one in odd}
+    paths = {one.path for one in odd}
     stay = [one for one in names.held if one.device != usual and one.kind in (PLAIN, LOOSE)]
-    if others := [one.known for one in stay if one.known not in known]:
+    if others := [one.path for one in stay if one.path not in paths]:
         cures.append(f"nor does this move with the model: {_join_words(others)}")
     place = failure.place
     return f"{setting}: tensors on different devices met in {place}: {places}; {'; '.join(cures)}"
@@ -325,7 +325,7 @@ def _describe_devices(failure: Failure) -> str:
 def _describe_mismatch(failure: Failure) -> str:
     """Describe what PyTorch was given, and what would fit."""
     setting, cure = _find_cure(failure)
-    shapes = _list_shapes(failure.given) or "what it was given"
+    shapes = _list_shapes(failure.arguments) or "what it was given"
     batch = _list_shapes(failure.names.entries) or "no tensors"
     sentence = f"{setting}: PyTorch refused {shapes} in {failure.place}"
     return "; ".join(filter(None, (sentence, cure, f"the batch: {batch}")))
@@ -334,14 +334,14 @@ def _describe_mismatch(failure: Failure) -> str:
 def _find_cure(failure: Failure) -> tuple[str, str]:
     """Return the setting at fault, and what to do; "" where PyTorch's words have to do."""
     setting, text = failure.setting, failure.text
-    is_targets = any(one.kind == ENTRY for one in failure.given[-1:]) and _TARGETS.search(text)
+    is_targets = any(one.kind == ENTRY for one in failure.arguments[-1:]) and _TARGETS.search(text)
     if is_targets and setting == "train.loss":
         setting = "data.source"
     for words, cure in _CURES.items():
         if re.search(words, text):
             return setting, cure
     usual = failure.names.find_usual("dtype")
-    floats = [one for one in (*failure.given, *failure.weights) if "float" in one.dtype]
+    floats = [one for one in (*failure.arguments, *failure.weights) if "float" in one.dtype]
     odd = next((one for one in floats if one.dtype != usual), None)
     if odd is None or not usual or not _DTYPES.search(text):
         return setting, ""

@@ -51,13 +51,13 @@ def guard(
     caller gets where it fails, from the same arguments; None by default."""
 
     @wraps(method)
-    def call(self: Any, *given: Any, **named: Any) -> Any:
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if not self.is_deaf:
             try:
-                return method(self, *given, **named)
+                return method(self, *arguments, **named)
             except Exception as error:
                 take_own_error(self, error)
-        return None if otherwise is None else otherwise(self, *given, **named)
+        return None if otherwise is None else otherwise(self, *arguments, **named)
 
     @wraps(method)
     def call_plainly(self: Any) -> None:  # at half the price: several are called at each step
@@ -134,11 +134,11 @@ class Hook:
     def __init__(self, owner: Guarded, call: Callable[..., None]) -> None:
         self.owner, self.call = owner, call
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         if is_compiling():  # a compiler looks on, which would keep what we hold for constant
             return
         try:
-            self.call(*given)
+            self.call(*arguments)
         except Exception as error:
             take_own_error(self.owner, error)
 

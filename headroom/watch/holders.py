@@ -364,8 +364,8 @@ def find_growing_list(least: int) -> GrowingList | None:
         kind = type(thing)
         if kind not in (list, deque, dict) or len(thing) < least:
             continue
-        found = _find_tensors(_get_last(thing))
-        size = sum(tensor.numel() * tensor.element_size() for tensor in found) * len(thing)
+        tensors = _find_tensors(_get_last(thing))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * len(thing)
         if size > most:
             best, most = thing, size
     if best is None:

@@ -68,10 +68,10 @@ class KernelMemory:
         self.is_whole = False
         return False
 
-    def _end(self, out: Any, given: Any) -> int | None:
+    def _end(self, out: Any, inputs: Any) -> int | None:
         try:
             try:
-                self._forget_outputs(out, given)
+                self._forget_outputs(out, inputs)
             finally:
                 threads = _AUTOGRAD._disable_profiler_legacy()
             return _find_most_bytes(threads)
@@ -79,12 +79,12 @@ class KernelMemory:
             self.is_whole, self._means = False, None
             return None
 
-    def _forget_outputs(self, out: Any, given: Any) -> None:
+    def _forget_outputs(self, out: Any, inputs: Any) -> None:
         """Let the allocator's table forget what lives on: it would hear of its end no more, and
         tell another profiler that another block of that address was as large."""
         made = {*_find_addresses(out)}
         if made and self._means is not None:
-            for address in made.difference(_find_addresses(given)):
+            for address in made.difference(_find_addresses(inputs)):
                 self._means.forget(address)
 
 

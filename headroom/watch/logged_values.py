@@ -41,7 +41,7 @@ class FitNames:
         self._what, self._tell = what, tell
         self._fit: dict[Any, str] = {}
         self._taken: set[str] = set()
-        self._told = 0
+        self._warning_count = 0
 
     def fit(self, name: Any) -> str:
         """Return the name as the record has it."""
@@ -53,8 +53,8 @@ class FitNames:
 
     def tell_once(self, text: str) -> None:
         """Tell this of a name, while a person may still read it."""
-        self._told += 1
-        if self._told <= TOLD:
+        self._warning_count += 1
+        if self._warning_count <= TOLD:
             self._tell(f"{self._what}: {text}")
 
     def _choose(self, name: Any) -> str:
@@ -79,8 +79,8 @@ class LoggedValues:
     def take(self, metrics: Mapping[Any, Any]) -> dict[str, float | Tensor]:
         """Return the numbers by fit names; on a device copies that the loop cannot change."""
         taken: dict[str, float | Tensor] = {}
-        for given, value in metrics.items():
-            name = self._names.fit(given)
+        for key, value in metrics.items():
+            name = self._names.fit(key)
             if isinstance(value, str):
                 self._tag(f"log.{name}", value)
                 continue

@@ -22,8 +22,8 @@ def count_allocated_bytes(device: torch.device, lives: list[LiveTensor] | None =
     allocated through it; on a CPU those of the live tensors that Python can reach. lives: what
     find_live_tensors has found there, where somebody has looked already."""
     if device.type == "cpu":
-        found = find_live_tensors(device) if lives is None else lives
-        return sum({live.key: live.bytes for live in found}.values())
+        tensors = find_live_tensors(device) if lives is None else lives
+        return sum({live.key: live.bytes for live in tensors}.values())
     return make_allocator(device).read().get("allocated", 0)
 
 

@@ -117,7 +117,7 @@ class OomExplanation:
     phase: str
     step: int
     batch_shape: tuple[int, ...]
-    told: OomMessage
+    message: OomMessage
     owners: Mapping[str, int]  # bytes of tensors when it ran out; empty where nobody counted
     holdings: tuple[Holding, ...]  # the largest first, a few
     fragmentation_pct: float | None  # split blocks that lie idle, of what is reserved
@@ -130,14 +130,15 @@ class OomExplanation:
     @property
     def sentence(self) -> str:
         """Return all of it on one line."""
-        told = self.told
+        message = self.message
         parts = [
             f"{self.setting}: memory ran out on {self.device} in {self._describe_place()}"
             f"{self._describe_tries()}"
         ]
-        if told.asked_bytes is not None:
-            free = "" if told.free_bytes is None else f" and {_format_size(told.free_bytes)} free"
-            parts.append(f"{_format_size(told.asked_bytes)} asked for{free}")
+        if message.asked_bytes is not None:
+            free_bytes = message.free_bytes
+            free = "" if free_bytes is None else f" and {_format_size(free_bytes)} free"
+            parts.append(f"{_format_size(message.asked_bytes)} asked for{free}")
         if self.owners:
             owner, most = max(self.owners.items(), key=lambda item: item[1])
             share = f"{_format_size(most)} of {_format_size(sum(self.owners.values()))}"
@@ -152,8 +153,8 @@ class OomExplanation:
         shape = "x".join(str(size) for size in self.batch_shape)
         batch = f" (a batch of {shape})" if shape else ""
         step = f" of step {self.step}" if self.step else ""
-        known = {phase.name: phase.failed_in for phase in PHASES if phase.failed_in}
-        phase = {**known, "sending": "sending of a batch"}.get(self.phase, self.phase)
+        failed_in = {phase.name: phase.failed_in for phase in PHASES if phase.failed_in}
+        phase = {**failed_in, "sending": "sending of a batch"}.get(self.phase, self.phase)
         return f"the {phase}{step}{batch}"
 
     def _describe_tries(self) -> str:
@@ -224,7 +225,7 @@ def make_explanation(
         phase=failure.phase,
         step=failure.step,
         batch_shape=failure.batch_shape,
-        told=message,
+        message=message,
         owners=owners,
         holdings=_group_holdings(held),
         fragmentation_pct=100 * split / reserved if split is not None and reserved else None,

@@ -154,10 +154,10 @@ class SimulatedAllocator:
                 self._free_segments()
         return self
 
-    def _take(self, asked: AllocateEvent) -> None:
-        size = self.rules.round_up(asked.bytes)
+    def _take(self, event: AllocateEvent) -> None:
+        size = self.rules.round_up(event.bytes)
         is_small = size <= SMALL_BYTES
-        pool = asked.pool, is_small
+        pool = event.pool, is_small
         block = self._take_best(pool, size) or self._reserve_segment(pool, size)
         left = block.bytes - size
         may_split = size < self.rules.max_split_bytes
@@ -167,7 +167,7 @@ class SimulatedAllocator:
                 rest.after.before = rest
             block.bytes, block.after = size, rest
             self._put(rest)
-        self._live[asked.name] = block
+        self._live[event.name] = block
         self.allocated += block.bytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 

@@ -48,7 +48,7 @@ class _LogPoint:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _OwnMetrics:
     """Metrics of a step under names of somebody else's; those on the device are tensors."""
 
     step: int
@@ -71,7 +71,7 @@ class _PackedReading:
     epoch: int
     blame: list[Blame]  # of each step
     own: Sequence[Tensor]  # losses of this rank's rows, where there are others
-    given: list[_Given]  # their tensors are the last of the values
+    entries: list[_OwnMetrics]  # their tensors are the last of the values
 
 
 class StepMetrics:
@@ -103,7 +103,7 @@ class StepMetrics:
         self._norms: list[Tensor] = []
         self._points: list[_LogPoint] = []
         self._blames: list[Blame] = []
-        self._given: list[_Given] = []
+        self._entries: list[_OwnMetrics] = []
         self._local: list[Tensor] = []  # the same losses as in _losses, of this rank's rows
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
@@ -144,7 +144,7 @@ class StepMetrics:
 
     def add_metrics(self, metrics: dict[str, float | Tensor], step: int) -> None:
         """Log these metrics of a step, whatever they are called, once their tensors are read."""
-        self._given.append(_Given(step, metrics))
+        self._entries.append(_OwnMetrics(step, metrics))
 
     def add_log_point(self, norm: Tensor | None) -> None:
         """Note that the step just added is a log point, of this norm of all gradients together.
@@ -222,9 +222,9 @@ class StepMetrics:
         return event
 
     def _pack(self) -> _PackedReading | None:
-        if not (self._losses or self._points or self._given):
+        if not (self._losses or self._points or self._entries):
             return None
-        tensors = [tensor for one in self._given for tensor in one.list_tensors()]
+        tensors = [tensor for one in self._entries for tensor in one.list_tensors()]
         scalars = [scalar.float() for scalar in (*self._losses, *self._norms, *tensors)]
         stacked = torch.stack(scalars) if scalars else torch.empty(0)
         values = copy_to_host(stacked)
@@ -242,11 +242,11 @@ class StepMetrics:
             self._epoch,
             self._blames,
             self._local,
-            self._given,
+            self._entries,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
-        self._blames, self._local, self._given = [], [], []
+        self._blames, self._local, self._entries = [], [], []
         return packed
 
     def _take(self, packed: _PackedReading | None) -> None:
@@ -266,7 +266,7 @@ class StepMetrics:
         values = packed.values.tolist()
         self._refuse_unfinite(values[: packed.losses], packed)
         self._tell(packed.points, values, packed.losses)
-        self._tell_given(packed.given, values)
+        self._tell_entries(packed.entries, values)
         self._phases.clock.collect()
         self._watch.lap("log")
 
@@ -297,11 +297,13 @@ class StepMetrics:
             self._log(metrics, point.step)
         self._open += losses[begin:]
 
-    def _tell_given(self, given: list[_Given], values: list[float]) -> None:
-        read = iter(values[len(values) - sum(len(one.list_tensors()) for one in given) :])
-        for one in given:
-            known = {k: next(read) if isinstance(v, Tensor) else v for k, v in one.metrics.items()}
-            self._log(known, one.step)
+    def _tell_entries(self, entries: list[_OwnMetrics], values: list[float]) -> None:
+        read = iter(values[len(values) - sum(len(one.list_tensors()) for one in entries) :])
+        for one in entries:
+            metrics = {
+                k: next(read) if isinstance(v, Tensor) else v for k, v in one.metrics.items()
+            }
+            self._log(metrics, one.step)
 
     def _compute_speed(self) -> dict[str, float]:
         wall_s, steps, rows = self._speed_from

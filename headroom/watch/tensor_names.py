@@ -33,7 +33,7 @@ class NamedTensor:
 
     name: str  # as at the place where it was seen, "" where it has none there
     kind: str  # "" where it is none of the model's and the batch's
-    known: str  # its path in the model or in the batch, where it has one
+    path: str  # its name in the model or in the batch, where it has one
     is_made: bool  # of the one that is known
     dtype: str
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class NamedTensor:
 
     def __str__(self) -> str:
         """Return the name it has in the line, and that of the batch or the model."""
-        if self.known in ("", self.name):
+        if self.path in ("", self.name):
             return self.name or "a tensor made there"
-        known = "made of " * self.is_made + f"{self.kind} {self.known}"
-        return f"{self.name} ({known})" if self.name else known
+        words = "made of " * self.is_made + f"{self.kind} {self.path}"
+        return f"{self.name} ({words})" if self.name else words
 
 
 class TensorNames:
@@ -59,16 +59,16 @@ class TensorNames:
             *nested.find_named_tensors(batch[0], "inputs"),
             *nested.find_named_tensors(batch[1], "targets"),
         ]
-        self._known = {_get_storage_id(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
-        self._known |= {id(tensor): (kind, path) for kind, path, tensor in held}
-        self._known |= {id(tensor): (ENTRY, path) for path, tensor in entries}
+        self._names = {_get_storage_id(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
+        self._names |= {id(tensor): (kind, path) for kind, path, tensor in held}
+        self._names |= {id(tensor): (ENTRY, path) for path, tensor in entries}
         self.held = [self.name_tensor(path, tensor) for _, path, tensor in held]
         self.entries = [self.name_tensor(path, tensor) for path, tensor in entries]
 
     def name_tensor(self, name: str, tensor: Tensor) -> NamedTensor:
         """Return the words for a tensor found under `name`; a view of an entry counts as that
         entry."""
-        known_name = self._known.get(id(tensor)) or self._known.get(_get_storage_id(tensor))
+        known_name = self._names.get(id(tensor)) or self._names.get(_get_storage_id(tensor))
         kind, path = known_name or self._made.get(tensor) or ("", "")
         try:
             shape = tuple(int(size) for size in tensor.shape)
@@ -77,10 +77,11 @@ class TensorNames:
         dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
         return NamedTensor(name, kind, path, known_name is None, dtype, shape, device)
 
-    def record_tensor(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
-        """Record that a tensor was made from the first named tensor among `given` on its device."""
-        seen = (self.name_tensor("", one) for one in given if one.device == tensor.device)
-        self._made[tensor] = next(((one.kind, one.known) for one in seen if one.kind), None)
+    def record_tensor(self, tensor: Tensor, sources: Iterable[Tensor]) -> None:
+        """Record that a tensor was made from the first named tensor among `sources` on its
+        device."""
+        seen = (self.name_tensor("", one) for one in sources if one.device == tensor.device)
+        self._made[tensor] = next(((one.kind, one.path) for one in seen if one.kind), None)
 
     def find_usual(self, of: str) -> str:
         """Return the device or dtype that most parameters have, or else the entries of the

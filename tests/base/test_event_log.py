@@ -20,6 +20,7 @@ from headroom.base.event_log import (
     read_begins,
     read_end,
     read_log_ends,
+    read_logged_tags,
     read_metric_batches,
     read_metrics_before,
     read_series,
@@ -124,14 +125,14 @@ def _log(folder: Path, *lines: bytes) -> Path:
 
 def test_no_flipped_bit_becomes_another_begin_or_end(tmp_path: Path) -> None:
     lines = [make_event("begin", BEGIN, unix_ms=1), make_line({"a": 0.5}, 1, unix_ms=2)]
-    lines.append(make_event("end", END, unix_ms=3))
+    lines += [make_event("tags", {"a": "b"}, unix_ms=3), make_event("end", END, unix_ms=3)]
     data = b"".join(lines)
     for bit in range(0, 8 * len(data), 3):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         log = _log(tmp_path, bytes(flipped))
         assert [said for said, _ in read_begins(log, 0)] in ([], [BEGIN])
-        assert read_end(tmp_path) in ({}, END)
+        assert read_logged_tags(log) in ({}, {"a": "b"}) and read_end(tmp_path) in ({}, END)
         damaged: list[int] = []
         with open(log, "rb") as file:
             list(read_metric_batches(file, 0, damaged=damaged))
@@ -156,6 +157,21 @@ def test_a_run_has_ended_where_the_last_whole_line_is_its_end(tmp_path: Path) ->
     ):
         _log(tmp_path, *lines)
         assert read_end(tmp_path) == (END if has_ended else {}), lines
+
+
+def test_tags_of_a_run_that_goes_on_are_read_between_any_lines(tmp_path: Path) -> None:
+    first, line = make_event("begin", BEGIN, unix_ms=1), make_line({"a": 0.5}, 1, unix_ms=2)
+    one, two = (make_event("tags", {"alerts": text}, unix_ms=3) for text in ("one", "two"))
+    log = _log(tmp_path, first, line, one, line, two, line, one[:-9])
+    between = len(first + line + one)
+    assert read_logged_tags(log) == read_logged_tags(log, between) == {"alerts": "two"}
+    assert read_logged_tags(log, 0, between) == {"alerts": "one"}
+    assert read_logged_tags(log, len(first + line), len(first + line)) == {}
+    assert read_logged_tags(tmp_path / "gone") == {} and read_end(tmp_path) == {}
+    damaged: list[int] = []
+    with open(log, "rb") as file:
+        ((batch, offset),) = read_metric_batches(file, 0, damaged=damaged)
+    assert len(batch) == 3 and offset == log.stat().st_size - len(one[:-9]) and not damaged
 
 
 def test_a_long_end_hides_no_metrics_before_it(tmp_path: Path) -> None:

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import sqlite3
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from flows.train import train
 from headroom import account
+from headroom.base.event_log import LOG, read_logged_tags
 from headroom.run import alerts, messages
 from headroom.settings.run_config import RunConfig
-from tests.conftest import query
+from tests.conftest import PYTHON, desk_environment, query
 from tests.run.test_messages import Webhook
 
 SECRET = "pq7marker-of-the-webhook"
@@ -125,6 +132,68 @@ def test_an_account_whose_loss_jumps_tells_so(
     assert run.run["warnings"][0] == run.run["tags"]["alerts"]
     assert len([r for r in caplog.records if "loss spike" in r.getMessage()]) == 1
     assert _find_secret(place) == [] and SECRET not in caplog.text
+
+
+def _find_runs(place: Path, status: str) -> list[tuple[Any, ...]]:
+    with suppress(sqlite3.OperationalError):  # its tables are being made
+        return query(place, f"select run_uuid from runs where status = '{status}'")
+    return []
+
+
+def _wait_until(is_so: Callable[[], object]) -> None:
+    until_s = monotonic() + 90
+    while not is_so():
+        assert monotonic() < until_s, "it did not happen"
+        sleep(0.1)
+
+
+def test_an_alert_is_a_tag_while_the_loop_goes_on(place: Path) -> None:
+    """It was one at the end of the run alone, when nobody could do anything any more."""
+    with account(run_name="own", quiet=True) as run:
+        _log_losses(run)
+        _wait_until(lambda: _find_runs(place, "RUNNING") and "alerts" in _tags(place))
+        assert _tags(place)["alerts"].startswith("loss spike: train/loss is 90")
+        assert _find_runs(place, "RUNNING")
+
+
+KILLED = """
+import os, time
+import torch
+from headroom import account
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+with account(run_name="own", model=net, optimizer=optimizer, quiet=True) as run:
+    for step in range(100_000):
+        loss = net(torch.ones(8, 4)).square().mean() + (90 if os.path.exists("jump") else 1)
+        loss.backward()
+        optimizer.step()
+        run.log({"train/loss": loss + step % 7 / 20})
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("kills_sender", [False, True])
+def test_a_loop_that_is_killed_leaves_its_alerts_in_mlflow(place: Path, kills_sender: bool) -> None:
+    """They were in its memory, and went with it."""
+    (place / "loop.py").write_text(KILLED)
+    process = subprocess.Popen([PYTHON, "loop.py"], cwd=place, env=desk_environment())
+    _wait_until(lambda: _find_runs(place, "RUNNING"))
+    sleep(2)  # log points that a loss may jump from
+    (place / "jump").touch()
+    _wait_until(lambda: any(map(read_logged_tags, place.glob(f".headroom/runs/*/{LOG}"))))
+    senders = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGSTOP)  # or it starts another
+    for sender in senders if kills_sender else ():
+        sender.kill()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    if kills_sender:
+        psutil.wait_procs(senders, timeout=30)
+        command = [PYTHON, "-m", "flows.tidy", "--yes"]
+        subprocess.run(command, cwd=place, env=desk_environment(), check=True, capture_output=True)
+    _wait_until(lambda: _find_runs(place, "KILLED"))
+    assert _tags(place)["alerts"].startswith("loss spike: train/loss is 9")
+    assert _tags(place)["end.reason"].startswith("its process was gone")
 
 
 def test_a_healthy_account_is_not_alerted_and_its_failure_is_told(

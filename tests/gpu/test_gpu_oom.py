@@ -178,8 +178,8 @@ def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
         device="cuda:0",
     )
     assert (why.tried, why.fitted, why.phase) == ((2, 1), None, "forward")
-    assert why.told.asked_bytes == 2 * limit_mib * MIB
-    assert why.told.free_bytes is not None and why.told.free_bytes <= limit_mib * MIB
+    assert why.message.asked_bytes == 2 * limit_mib * MIB
+    assert why.message.free_bytes is not None and why.message.free_bytes <= limit_mib * MIB
     assert why.holdings[0].bytes == 8 * MIB
     assert why.holdings[0].line.startswith("test_gpu_oom.py:")
 

@@ -47,7 +47,7 @@ def _predict(model: ModelFacts, device: str, limit_mib: float | None = None) -> 
         input=str(folder / "x.npy"), output=str(folder / f"{device}.npy"), limit_mib=limit_mib
     )
     return prediction.predict(
-        wanted, detect_best_device(device), model, told=lambda rows, done: None
+        wanted, detect_best_device(device), model, show_progress=lambda rows, done: None
     )
 
 

@@ -221,7 +221,7 @@ def test_a_rank_that_is_killed_is_named_and_all_begin_again_to_the_same_bits(
     folder = tmp_path / "lost"
     with caplog.at_level(logging.INFO, "headroom"):
         asked = _on_checkpoint(folder, lambda: _find_rank(number).kill())
-        facts, logged = _train(folder, "slow", asked=asked)
+        facts, logged = _train(folder, "slow", check_stop=asked)
     told = f"rank {number} was ended by SIGKILL"
     assert facts.tags["ranks.restarts"] == "1" and facts.tags["ranks.lost"] == told
     assert f"lost: {told}" in caplog.text and "last checkpoint (1 of 1)" in caplog.text
@@ -255,7 +255,7 @@ def test_who_does_not_come_is_named_given_up_and_begun_again(
         else lambda: None
     )
     with caplog.at_level(logging.INFO, "headroom"):
-        facts, _ = _train(tmp_path, fault, timeout_s=20, asked=asked)
+        facts, _ = _train(tmp_path, fault, timeout_s=20, check_stop=asked)
     named = r"rank 1 \(.*, process \d+\) did not come \(Timed out waiting 20000ms .*\)"
     place = r"; rank 1 was at agents_own.py:\d+, forward" if fault == "hangs" else ""
     assert re.fullmatch(f"{named}{place}", facts.tags["ranks.lost"]), facts.tags["ranks.lost"]
@@ -301,7 +301,7 @@ def test_a_stop_leaves_a_checkpoint_and_is_done_here(own: Own, tmp_path: Path) -
         return StopRequest("", act=act) if has_steps and not acted else None
 
     with pytest.raises(InterruptedError):
-        _train(tmp_path, epochs=5000, asked=asked)
+        _train(tmp_path, epochs=5000, check_stop=asked)
     assert acted == [1] and list((tmp_path / "checkpoints").iterdir())
     assert not _left()
 

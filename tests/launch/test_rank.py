@@ -123,7 +123,7 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool 
     ranks = read_ranks_from_environment()
     job = Job(config, data, PastRuns(), folder, resumes)
     try:
-        return train_together(job, device, ranks, log=log, asked=stop), losses, ""
+        return train_together(job, device, ranks, log=log, check_stop=stop), losses, ""
     except TrainingLeft:
         return None, losses, "left"
     except Exception as error:

@@ -76,7 +76,7 @@ def _order(path: Path, **changes: Any) -> Order:
 
 
 def _predict(wanted: Order, model: ModelFacts, device: DeviceFacts) -> PredictFacts:
-    return prediction.predict(wanted, device, model, told=lambda rows, done: None)
+    return prediction.predict(wanted, device, model, show_progress=lambda rows, done: None)
 
 
 def _rows(count: int = 10_000) -> pd.DataFrame:
@@ -144,7 +144,10 @@ def test_how_far_it_is_is_told_until_the_end(tmp_path: Path, cpu: DeviceFacts) -
     np.save(tmp_path / "x.npy", _rows().to_numpy())
     told: list[tuple[int, int]] = []
     prediction.predict(
-        _order(tmp_path / "x.npy"), cpu, model, told=lambda rows, done: told.append((rows, done))
+        _order(tmp_path / "x.npy"),
+        cpu,
+        model,
+        show_progress=lambda rows, done: told.append((rows, done)),
     )
     assert [rows for rows, _ in told] == [4096, 8192, 10_000]
     assert told[-1] == (10_000, 10_000)

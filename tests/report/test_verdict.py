@@ -59,6 +59,7 @@ def test_a_run_that_computes_has_no_cause() -> None:
 def test_nothing_is_said_of_a_run_that_was_short_or_took_no_step() -> None:
     assert judge(seconds=2.0).bound == "short"
     assert judge({"forward": 1000.0}, seconds=30.0).bound == "short"
+    assert judge(seconds=2.0).make_metrics() == {}
     assert judge_run({"metrics": {}}) is None
     assert judge_run({}) is None
 

@@ -7,8 +7,8 @@ import pytest
 
 from headroom.base.event_log import START
 from headroom.run import known_runs
-from headroom.run.known_runs import RunStart, choose_made_at, list_run_folders
-from headroom.run.resume import find_unfinished_folder
+from headroom.run.known_runs import RunStart, choose_start_time, list_run_folders, read_start
+from headroom.run.resume import find_resumed_folder, find_unfinished_folder
 from headroom.tracking.mlflow_store import remove_old_journals
 from tests.conftest import write_end
 
@@ -33,10 +33,22 @@ def test_the_newest_run_is_the_one_that_was_made_last_whatever_the_clock_said(
         and find_unfinished_folder(tmp_path, "night") == new
     )
     monkeypatch.setattr(known_runs, "time", lambda: 1e9 - 3600)  # it was set back
-    last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=choose_made_at(tmp_path)))
+    last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=choose_start_time(tmp_path)))
     assert list_run_folders(tmp_path) == [last, new, old]
     monkeypatch.setattr(known_runs, "time", lambda: 2e9)
-    assert choose_made_at(tmp_path) == 2e9
+    assert choose_start_time(tmp_path) == 2e9
+
+
+def test_a_run_that_was_gone_on_with_is_newer_than_one_begun_since(tmp_path: Path) -> None:
+    """`flows.verdict` told of the run that began last, not of one that had been resumed since."""
+    resumed = _run(tmp_path, "1-resumed", RunStart("a", "1", "mine", made_at=1e9))
+    begun = _run(tmp_path, "2-begun", RunStart("b", "1", "mine", made_at=4e9))
+    assert list_run_folders(tmp_path) == [begun, resumed]
+    start = read_start(resumed)
+    assert start is not None
+    start.make_next(resumed).write(resumed)  # the clock was set back: still it is the newer one
+    assert list_run_folders(tmp_path) == [resumed, begun]
+    assert find_resumed_folder(tmp_path, "latest") == resumed
 
 
 def test_damaged_runs_come_after_the_others(tmp_path: Path) -> None:
@@ -53,5 +65,7 @@ def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) ->
     for name, made_at in (("9-first", 1.0), ("1-last", 3.0), ("5-second", 2.0)):
         folder = _run(tmp_path, name, RunStart("a", "1", "mine", made_at=made_at))
         write_end(folder, {"status": "FINISHED"}, is_sent=True)
-    remove_old_journals(tmp_path, keep=1)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["1-last"]
+    again = RunStart("a", "1", "mine", made_at=0.5, resumed_at=4.0)
+    write_end(_run(tmp_path, "0-again", again), {"status": "FINISHED"}, is_sent=True)
+    remove_old_journals(tmp_path, keep=2)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0-again", "1-last"]

@@ -162,6 +162,22 @@ def test_a_process_that_died_before_mlflow_was_told_has_a_run_all_the_same(
     assert (known.state, known.run_id) == ("KILLED", run.info.run_id)
 
 
+def test_tags_of_a_process_that_died_are_those_that_it_told_last(where: TrackingSettings) -> None:
+    """What MLflow had of them before took the place of what the log said since."""
+    folder, client = _begun(where), open_experiment(where)[0]
+    sender = orphaned_runs.begin_run(client, where, folder)
+    for text in ("one", "one\ntwo"):
+        with open(folder / LOG, "ab") as log:
+            log.write(make_event("tags", {"alerts": text}, unix_ms=9))
+        if text == "one":
+            sender.flush()
+            assert client.get_run(sender.state.run_id).data.tags["alerts"] == "one"
+    orphaned_runs.send_unsent_runs(client, where)
+    run = client.get_run(sender.state.run_id)
+    assert (run.info.status, run.data.tags["alerts"]) == ("KILLED", "one\ntwo")
+    assert read_end(folder)["tags"]["alerts"] == "one\ntwo"
+
+
 def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> None:
     """Between its begin in the log and that in MLflow its process of before is the one that MLflow
     knows, and that is gone."""

@@ -317,7 +317,7 @@ def test_of_the_halves_of_a_batch_the_largest_that_fits_is_taken_to_the_byte(dat
         found = asked(small(), data, gpu, Machine(room_mib * MIB))
         assert (found.micro_batch, found.predicted_bytes) == (rows, (10 * rows + 9) * MIB)
         assert found.reason.startswith("starts with micro-") == (rows < 11)
-        assert found.told is not None and found.told.micro_batch == rows
+        assert found.forecast is not None and found.forecast.micro_batch == rows
     with pytest.raises(
         DeviceError, match="^device.name: .* needs 20.0 MiB of cuda:0, and 19.0 MiB"
     ):

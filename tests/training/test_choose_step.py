@@ -36,7 +36,7 @@ def _tuned(step: Step, mode: str, *, steps: int = 40, graphs: bool = False, know
         steps=steps,
         wait=lambda: None,
         graphs=graphs,
-        known=known,
+        timings=known,
     )
 
 

@@ -43,7 +43,7 @@ def play(folder: Path, sections: dict[str, Any], *, at: int = 0, **kwargs: Any) 
             raise Killed
 
     try:
-        facts = train(folder, sections, log=log, **{"asked": asked, **kwargs})
+        facts = train(folder, sections, log=log, **{"check_stop": asked, **kwargs})
         assert not facts.stopped
     except Killed:
         pass
@@ -338,7 +338,7 @@ def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
     facts = train(
         tmp_path / "run",
         {"checkpoint": {"every_s": 1e6}},
-        asked=lambda: StopRequest("somebody asked") if next(done) == 31 else None,
+        check_stop=lambda: StopRequest("somebody asked") if next(done) == 31 else None,
     )
     assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)
     assert facts.metrics["val/accuracy"] > 0.3  # of the one epoch that was judged

@@ -199,7 +199,7 @@ def test_a_training_that_ends_before_it_is_done_judges_nothing_put_aside(tmp_pat
         make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
         folder=tmp_path,
         log=lambda *_: None,
-        asked=lambda: next(stops),
+        check_stop=lambda: next(stops),
     )
     assert facts.stopped and not any(name.startswith("test/") for name in facts.metrics)
     assert "val/loss" in facts.metrics and "test" not in facts.classes

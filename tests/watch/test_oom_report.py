@@ -147,7 +147,7 @@ def test_a_forward_pass_that_failed_holds_activations_by_their_line():
     assert sum(why.owners.values()) == sum(entry.bytes for entry in ledger.list_at_failure())
     assert why.holdings[0].line.startswith("test_oom_report.py:")
     assert sum(holding.bytes for holding in why.holdings) <= sum(why.owners.values())
-    assert why.told == parse_oom_message(text)
+    assert why.message == parse_oom_message(text)
     assert why.sentence == (
         "model.args: memory ran out on cpu in the forward pass of step 3 (a batch of 4x8), with "
         "micro-batches of 4, 2 and 1 rows (none fits); 0.03 MiB asked for and 336 B free; most "
@@ -167,7 +167,7 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
     ledger, text = failed(limit_bytes=fits.peak_bytes)
     why = explained(ledger, text)
     assert loss.requires_grad
-    assert (why.phase, why.told.asked_bytes is None) == ("backward", False)
+    assert (why.phase, why.message.asked_bytes is None) == ("backward", False)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_memory_that_lies_in_pieces_is_said_and_what_to_do_about_it():
     assert "PYTORCH_ALLOC_CONF to expandable_segments:True" in why.remedy
     assert why.fragmentation_pct == 25
     silent = explained(AllocationLog(CPU), allocator=pool)
-    assert silent.told.idle_bytes == 300
+    assert silent.message.idle_bytes == 300
     assert "ALLOC_CONF" not in silent.remedy
 
 
