@@ -39,7 +39,7 @@ DEPLOYMENTS = [
     for name in ("prefect.yaml", "prefect-team.yaml")
     for deployment in YAML(typ="safe").load(ROOT / name)["deployments"]
 ]
-JOURNAL = "*/metrics.jsonl"
+JOURNAL = "*/events.jsonl"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 

@@ -249,9 +249,9 @@ def _cut(folder: Path) -> None:
 
 
 def _odd_line(folder: Path) -> None:
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"metrics", b"metrisc")
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    (folder / "events.jsonl").write_bytes(b"".join(lines))
 
 
 def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
@@ -268,15 +268,15 @@ def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
         folder.mkdir(parents=True)
         ids = {"experiment_id": experiment_id, "folder": folder}
         sender = run_sender.create_run(client, where, **ids, name=name, params={}, tags=dead)
-        (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+        (folder / "events.jsonl").write_bytes(b"".join(lines[:2]))
         sender.flush()
-        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+        (folder / "events.jsonl").write_bytes(b"".join(lines))
         return sender.state.run_id, folder
 
     other, _ = died("other")
     damages: dict[str, Callable[[Path], None]] = {
         "a line": _odd_line,
-        "half a line": lambda f: os.truncate(f / "metrics.jsonl", len(b"".join(lines)) - 9),
+        "half a line": lambda f: os.truncate(f / "events.jsonl", len(b"".join(lines)) - 9),
         "sent.json": _cut,
         "beyond the file": lambda f: _sent_json(f, offset=10**9),
         "into a line": lambda f: _sent_json(f, offset=len(lines[0]) + 9),
