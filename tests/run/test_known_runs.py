@@ -110,7 +110,7 @@ def test_how_a_run_ended_its_folder_says(tmp_path: Path) -> None:
     write_end(folder, end)
     run = _one(tmp_path)
     assert (run.state, run.reason, run.device) == ("FAILED", "it broke", "cuda:1")
-    stopped = {"status": "FINISHED", "stopped": "train.max_s: 2 s are over"}
+    stopped = {"status": "FINISHED", "stopped": "train.end: 2s are over"}
     write_end(folder, stopped)
     assert _one(tmp_path).resume and _one(tmp_path).reason == stopped["stopped"]
     write_end(folder, {**stopped, "stopped": ""})

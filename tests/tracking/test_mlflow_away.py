@@ -167,13 +167,13 @@ def test_a_run_that_mlflow_never_knew_goes_on_and_is_made_once_by_hand_or_by_the
         assert process.returncode == 0, err
         return out, err
 
-    out, err = trained("--train.max_s", "0.001", "--run.key", "night", "--train.epochs", "2")
+    out, err = trained("--train.end", "0.001s", "--run.key", "night", "--train.epochs", "2")
     (folder,) = [f.parent for f in (place / ".headroom" / "runs").glob("*/start.json")]
     assert f"{server.uri} is away (Connection refused); the run is kept in {folder}" in err
     assert f"python -m headroom.tracking.mlflow_sender {folder}" in err
     assert "Open" not in out and "Release" in out and "Traceback" not in err
     assert f"go on with `python -m flows.train --resume {folder.name}`" in err
-    trained("--resume", folder.name, "--train.max_s", "none")
+    trained("--resume", folder.name, "--train.end", "none")
     trained("--run.key", "night", "--train.epochs", "2")  # that is done: another one
     other = max(f.parent for f in (place / ".headroom" / "runs").glob("*/start.json"))
     assert other != folder

@@ -54,7 +54,7 @@ def train(folder: Path, sections: dict[str, Any], **kwargs: Any) -> TrainFacts:
     given = {"data": {"cache": str(folder.parent / "data")}, "train": {}, **sections}
     given["data"] = {"cache": str(folder.parent / "data"), **given["data"]}
     given["train"] = {"epochs": 3, "log_every": 4, **given["train"]}
-    given = {"device": {"name": "cpu"}, "checkpoint": {"every_steps": 5}, **given}
+    given = {"device": {"name": "cpu"}, "checkpoint": {"every": "5steps"}, **given}
     config = RunConfig.model_validate(given)
     data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     kwargs = {"log": lambda metrics, step: None, **kwargs}
@@ -210,7 +210,7 @@ def test_at_the_end_of_an_epoch_any_loader_goes_on_to_the_same_bits(
     tmp_path: Path, own: Any
 ) -> None:
     own("my_rows", LOADERS)
-    sections = {**_own("plain"), "checkpoint": {"every_steps": 16}}
+    sections = {**_own("plain"), "checkpoint": {"every": "16steps"}}
     whole = play(tmp_path / "whole", sections)
     before = play(tmp_path / "run", sections, at=21)
     assert {**before, **play(tmp_path / "run", sections, resumes=True)} == whole
@@ -337,7 +337,7 @@ def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
     done = iter(range(1, 10**9))
     facts = train(
         tmp_path / "run",
-        {"checkpoint": {"every_s": 1e6}},
+        {"checkpoint": {"every": "1000000s"}},
         asked=lambda: StopRequest("somebody asked") if next(done) == 31 else None,
     )
     assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)
