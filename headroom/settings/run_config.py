@@ -29,6 +29,7 @@ from headroom.base.units import parse_seconds
 from headroom.settings.arguments import (
     OPTIMIZER_ARGS,
     SCHEDULE_ARGS,
+    CrossEntropyArgs,
     DelimitedArgs,
     ImageArgs,
     SyntheticArgs,
@@ -530,15 +531,12 @@ class TrainConfig(Section):
     multilabel, mse (mean squared error) for a regression; where inputs have an entry labels and the
     model returns a loss, that one. package.module:function: your own, of outputs and targets, the
     mean over the rows."""
+    loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss, such as the label_smoothing of cross_entropy: docs/settings.md lists
+    them. Your own is called with them, by name."""
     metrics: dict[str, Text] = Field(default_factory=dict)
     """Validation metrics of your own, by name: package.module:function of outputs and targets, the
     mean over the rows of a batch; logged as val/NAME."""
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    """Share of each label that all classes get, of cross_entropy, as nn.CrossEntropyLoss has it. It
-    is of training alone: val/loss stays what can be compared."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: each class of a classification weighs as much as the others, however few its
-    rows."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and dropout."""
     deterministic: Bool = False
@@ -569,6 +567,21 @@ class TrainConfig(Section):
             "must be how long, such as 6h, 45min or 90s, or a time of the clock in quotes, such as "
             "06:30 or 2030-01-31 06:30"
         )
+
+    @field_validator("loss_args")
+    @classmethod
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        loss = info.data.get("loss")
+        if loss is not None:  # else its own problem is told
+            owner = "cross_entropy" if loss == "auto" else loss
+            check_arguments("train.loss_args", owner, args)
+        return args
+
+    @property
+    def cross_entropy(self) -> CrossEntropyArgs:
+        """Return the arguments of the cross entropy; defaults of another loss."""
+        is_other = self.loss not in ("auto", "cross_entropy")
+        return CrossEntropyArgs(**({} if is_other else self.loss_args))
 
     @property
     def end_after_s(self) -> float | None:

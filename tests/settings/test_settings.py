@@ -699,6 +699,19 @@ def test_params_are_what_was_set_or_decided() -> None:
             "optim.schedule_args.gamma: cosine takes min_lr_fraction, and none of this name",
         ),
         (
+            {"train": {"loss": "bce", "loss_args": {"label_smoothing": 0.1}}},
+            "train.loss_args.label_smoothing: bce takes no arguments",
+        ),
+        (
+            {"train.loss_args.smoothing": 0.1},
+            "train.loss_args.smoothing: cross_entropy takes label_smoothing, class_weights, and "
+            "none of this name; did you mean label_smoothing?",
+        ),
+        (
+            {"train.loss_args.label_smoothing": 1},
+            "train.loss_args.label_smoothing: must be less than 1 (got 1)",
+        ),
+        (
             {"optim": {"schedule": "constant", "schedule_args": {"gamma": 0.5}}},
             "optim.schedule_args.gamma: constant takes no arguments",
         ),

@@ -109,7 +109,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "model": {"freeze": ["3"], "args": {"hidden": [32, 16]}},
         "optim": {"groups": {"*.weight": {"lr": 1e-3, "weight_decay": 0.3}}},
     },
-    "label smoothing": {"train": {"label_smoothing": 0.1, "class_weights": "balanced"}},
+    "label smoothing": {
+        "train": {"loss_args": {"label_smoothing": 0.1, "class_weights": "balanced"}}
+    },
     "regression": {
         "data": {"source": "synthetic", "args": {"classes": 1, "rows": 500, "features": 8}}
     },
