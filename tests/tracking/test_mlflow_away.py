@@ -36,6 +36,7 @@ from headroom.tracking.run_sender import Sender, SendingState
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.training.kept_steps import list_steps
 from tests.conftest import desk_environment, write_end
+from tests.tracking.conftest import send_left
 
 DATA = {
     "context": "training",
@@ -327,9 +328,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        for left in orphaned_runs.find_dead_runs(session.client, where, [session.experiment_id]):
-            orphaned_runs.resend(left)
-        orphaned_runs.send_unsent_runs(session.client, where)
+        send_left(session.client, where)
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
@@ -342,7 +341,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     # Whoever comes then makes none either, nor where nobody knows how far it was sent.
     orphaned_runs.begin_run(session.client, where, folder)
     (folder / "sent.json").write_text("{")
-    assert orphaned_runs.resend(Sender(session.client, where, folder, SendingState("", "")))
+    assert orphaned_runs.send_rest(Sender(session.client, where, folder, SendingState("", "")))
     assert len(_all(session.client)) == 1
 
 
@@ -366,7 +365,7 @@ def test_a_resumed_run_that_mlflow_has_is_told_of_its_end_later(tmp_path: Path) 
     client = MlflowClient(where.tracking_uri)
     with open(folder / SENDING_LOCK) as lock:  # its sending process lets it go
         flock(lock, LOCK_EX)
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     (run,) = _all(client)
     assert _steps(client, run) == [1, 2] and run.data.tags["resumed"] == "1"
     assert (

@@ -369,8 +369,8 @@ def test_a_run_that_was_left_is_looked_at_anew_when_it_is_its_turn(
     client, experiment_id = mlflow_store.open_experiment(where)
     gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
     ids = {client.create_run(experiment_id, tags=gone).info.run_id for _ in range(2)}
-    left = orphaned_runs.find_dead_runs(client, where, [experiment_id])
-    (other,) = ids - {next(left).state.run_id}
+    left = orphaned_runs.send_left_runs(client, where, [experiment_id])
+    (other,) = ids - {next(left).run_id}
     if is_again:
         began_at = str(psutil.Process().create_time())
         for name, value in {"pid": str(os.getpid()), "process.started_at": began_at}.items():
