@@ -62,7 +62,7 @@ def _settle(folder: Path) -> None:
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         sent = json.loads((folder / "sent.json").read_text())["offset"]
-        if sent == (folder / "metrics.jsonl").stat().st_size:
+        if sent == (folder / "events.jsonl").stat().st_size:
             return
         time.sleep(0.05)
     raise TimeoutError(f"{folder}: not sent within {SETTLE_S:.0f} s; see tracking.log beside it")

@@ -228,7 +228,7 @@ def _train(**sections: Any) -> dict[str, Any]:
     from headroom import train
 
     # So many epochs that they take long enough here, and an end by the clock.
-    limits = {"max_s": SECONDS + 2, "epochs": 1000, **sections.pop("train", {})}
+    limits = {"end": f"{SECONDS + 2}s", "epochs": 1000, **sections.pop("train", {})}
     run: dict[str, Any] = train({**sections, "train": limits})
     return run
 

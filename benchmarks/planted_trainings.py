@@ -250,7 +250,7 @@ class Training:
 def _settings(data: dict[str, Any] | None = None, model: str = "Net", **sections: Any) -> Settings:
     args = sections.pop("model_args", {})
     # An end by steps; at the latest one by the clock.
-    train = {"max_s": 30.0, "epochs": 1000, "batch_size": BATCH, "compile": "off"}
+    train = {"end": "30s", "epochs": 1000, "batch_size": BATCH, "compile": "off"}
     return {
         "data": {"source": f"{HERE}:make_loaders", "args": data or {}},
         "model": {"name": f"{HERE}:{model}", "args": args},

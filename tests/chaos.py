@@ -173,7 +173,7 @@ class Chaos:
             first()
             sections = {**self.ways[way], "device": {"name": self.device}}
             # Of all that it copies for a best epoch and by steps, more is under way at any moment.
-            sections["checkpoint"] = {"every_steps": 5}
+            sections["checkpoint"] = {"every": "5steps"}
             if self.device != "cpu":
                 sections["train"] = {"deterministic": True, **sections.get("train", {})}
             _train(folder, sections, resumes=resumes, dies_after=dies_after)
@@ -238,7 +238,7 @@ class Chaos:
         then, and each step was told once."""
         place = Path(tempfile.mkdtemp(prefix="flow-", dir=self.place))
         shutil.copy(ROOT / "mlflow.yaml", place)
-        words = "--run.key chaos --train.epochs 200 --checkpoint.every_steps 50 --device.name"
+        words = "--run.key chaos --train.epochs 200 --checkpoint.every 50steps --device.name"
         command = [sys.executable, "-m", "flows.train", *words.split(), self.device]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "HEADROOM_LEASES": f"{place}/leases"}
         for attempt in range(40):

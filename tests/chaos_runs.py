@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
     "data": {"source": "synthetic", "args": {"rows": 200, "features": 4, "classes": 2}},
     "model": {"args": {"hidden": [8]}},
     "train": {"epochs": EPOCHS, "batch_size": 32, "log_every": 5, "compile": "off"},
-    "checkpoint": {"every_steps": 5},
+    "checkpoint": {"every": "5steps"},
 }
 ENDED_S = 60.0  # for the process that sends a run's end
 ZONES = ("UTC", "Pacific/Kiritimati", "Pacific/Midway", "Europe/Berlin", "Asia/Kathmandu")
@@ -67,7 +67,7 @@ class Way:
 
     dies_at: str = ""  # one of STAGES
     dies_after: int = 0  # so many steps of this start
-    stops_after: int = 0  # so many steps, as train.max_s does
+    stops_after: int = 0  # so many steps, as train.end does
     forks: bool = False  # a process that waits, as a user's code may
     clock_s: float = 0.0  # that the clock is wrong by
     turns_s: float = 0.0  # that it is set by, in mid-training

@@ -46,8 +46,8 @@ SLOW = (
     "flows/test_runs",
     "flows/test_retry",
     "flows/test_many_processes",
-    "headroom/tracking/test_mlflow_away",
-    "headroom/tracking/test_send_later",
+    "tracking/test_mlflow_away",
+    "tracking/test_send_later",
     "flows/test_search",
     "flows/test_own",
     "flows/test_framework_loops",
@@ -60,9 +60,9 @@ SLOW = (
     "flows/test_resume",
     "ranks/test_sharding",
     "flows/test_secrets",
-    "headroom/tracking/test_mlflow_sender",
-    "headroom/tracking/test_orphaned_runs",
-    "headroom/tracking/test_postgresql",
+    "tracking/test_mlflow_sender",
+    "tracking/test_orphaned_runs",
+    "tracking/test_postgresql",
 )
 LONGEST = ("flows/test_train", "data/test_read_tables", "training/test_trainer")
 

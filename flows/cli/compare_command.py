@@ -27,7 +27,7 @@ examples:
   python -m flows.compare --devices all
   python -m flows.compare --vary train.batch_size=64,256,1024 --repeats 3
   python -m flows.compare --vary optim.lr=1e-2,1e-3 --vary optim.name=sgd,adamw --train.epochs 5
-  python -m flows.compare --config config.yaml --devices cpu,cuda:0 --train.max_s 60
+  python -m flows.compare --config config.yaml --devices cpu,cuda:0 --train.end 60s
   python -m flows.compare --search tpe --trials 30 --vary optim.lr=1e-5..1e-1 --repeats 5
   python -m flows.compare --runs ID,ID
   python -m flows.compare --last 20

@@ -5,18 +5,16 @@ with --yes.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 
 from headroom.base.program import Parser
-from headroom.base.units import make_printable
+from headroom.base.units import make_printable, parse_seconds
 from headroom.process.redaction import redact_output
 from headroom.run.tidy import TidyAction, clean_up
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
-UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 PAST = {"end": "ended", "send": "sent", "set": "set", "remove": "removed"}
 _EXAMPLES = """\
 examples:
@@ -62,11 +60,10 @@ def parse_age_s(text: str | None) -> float | None:
     """Return the seconds of 30d, 12h, ... Raises ConfigError."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
-    if match is None or not int(match[1]):
+    if not (age_s := parse_seconds(text)):
         got = make_printable(text, limit=40)
         raise ConfigError(f"--older-than: must be a time such as 12h, 30d or 8w (got {got!r})")
-    return float(int(match[1]) * UNITS_S[match[2]])
+    return age_s
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ import orjson
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
 # The files of a run's folder that say what becomes of it.
-LOG = "metrics.jsonl"  # the event log
+LOG = "events.jsonl"  # the event log
 START = "start.json"  # who trains it, and how that began
 SENT = "sent.json"  # how far MLflow has it; of whoever sends it
 RESERVE = "reserve"  # holds the room for the run's end on a disk that fills up
@@ -353,9 +353,8 @@ def _parse_line(line: bytes) -> Line:
 
 def _check_line(line: bytes) -> None:
     """Raise ValueError where a line is not what was written."""
-    written, mark, crc = line.rpartition(CHECK)
-    is_checked = bool(mark) or line.startswith(_EVENTS)
-    if is_checked and crc != b"%d}\n" % zlib.crc32(written):
+    written, _, crc = line.rpartition(CHECK)
+    if crc != b"%d}\n" % zlib.crc32(written):
         raise ValueError("it is not what was written")
 
 

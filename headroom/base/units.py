@@ -1,13 +1,26 @@
 """Format numbers and names for people: seconds, MiB, shares, and text that cannot move the
 cursor, forge a line or break a table. Nothing is refused: odd input is shown as it is, cut and
-made printable. What is not known never gets here; the caller leaves it out.
+made printable. What is not known never gets here; the caller leaves it out. And read the durations
+that people write, such as 6h.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 ELLIPSIS = "..."
+UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_PART = re.compile(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)({'|'.join(UNITS_S)})")
+
+
+def parse_seconds(text: str) -> float | None:
+    """Return the seconds of a duration, such as 90s, 45min, 6h, 1h30min or 30d; None where it is
+    none, and so of a number without its unit."""
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * UNITS_S[unit] for number, unit in parts)
 
 
 def format_seconds(value_s: float) -> str:

@@ -160,7 +160,7 @@ def _agree_on_folder(job: Job, ranks: Ranks) -> Path:
         raise ConfigError(
             f"checkpoint: each rank writes its part, and rank {sees.index(False)} does not see "
             f"{folder}; put runs (mlflow.yaml) on a disk that all machines share, or set "
-            "checkpoint.every_s to none"
+            "checkpoint.every to none"
         )
     return folder if sees[ranks.rank] else job.folder
 

@@ -695,7 +695,7 @@ RULES = (
             "checkpoint",
             "Checkpoints take",
             "Write them less often, or the best alone",
-            own="Write them less often: checkpoint.every_s",
+            own="Write them less often: checkpoint.every",
         ),
     ),
     Rule(

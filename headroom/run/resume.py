@@ -57,7 +57,7 @@ NOT_VARIED = (
 )
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
-RETRY_WAIT_S = 600.0  # at most
+FIRST_RETRY_S, LONGEST_RETRY_S = 30.0, 600.0  # the wait doubles
 KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
 
@@ -406,8 +406,8 @@ def plan_retry(
     is_waited_for = failure.cure == "in a retry" and (starts > 0 or was.retries > 0)
     retry, most = None, config.run.retries
     if (failure.cure == "always" or is_waited_for) and 0 <= before < most:
-        at = time.time() + min(RETRY_WAIT_S, config.run.retry_wait_s * 2**before)
-        if not _is_over(config.train.until, at):
+        at = time.time() + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2**before)
+        if not _is_over(config.train.end_clock, at):
             retry = Retry(failure.kind, before + 1, most, at, folder, step)
     if start is not None:
         number, after = (retry.number, retry.after) if retry is not None else (0, "")
@@ -418,13 +418,13 @@ def plan_retry(
     return retry
 
 
-def _is_over(until: str | None, at: float) -> bool:
+def _is_over(end: str | None, at: float) -> bool:
     """Return whether the time that a training has is over by then.
 
     The next 06:30 is another day's.
     """
     with suppress(ConfigError):  # a date that has passed
-        return until is not None and at >= compute_end_time(until, time.time())
+        return end is not None and at >= compute_end_time(end, time.time())
     return True
 
 

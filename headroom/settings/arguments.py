@@ -1,6 +1,6 @@
-"""What the optimizers, the schedules and the sources of data take under `optim.args`,
-`optim.schedule_args` and `data.args`: one class each, with the limits and defaults of its
-arguments. They are checked here by their names, before anything is read or built.
+"""What the optimizers, the schedules, the losses and the sources of data take under `optim.args`,
+`optim.schedule_args`, `train.loss_args` and `data.args`: one class each, with the limits and
+defaults of its arguments. They are checked here by their names, before anything is read or built.
 """
 
 from __future__ import annotations
@@ -169,6 +169,23 @@ SCHEDULE_ARGS: dict[str, type[Section]] = {
 }
 
 
+class CrossEntropyArgs(Section):
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label that all classes get, as nn.CrossEntropyLoss has it. It is of training
+    alone: val/loss stays what can be compared."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: each class of a classification weighs as much as the others, however few its
+    rows."""
+
+
+# auto is cross_entropy where it takes these; of another task they are refused when that is known.
+LOSS_ARGS: dict[str, type[Section]] = {
+    "cross_entropy": CrossEntropyArgs,
+    "bce": NoArgs,
+    "mse": NoArgs,
+}
+
+
 class TableArgs(Section):
     drop: list[Text] = Field(default_factory=list)
     """Columns to leave out."""
@@ -229,12 +246,14 @@ ARGUMENTS: dict[str, dict[str, type[Section]]] = {
     "data.args": SOURCE_ARGS,
     "optim.args": OPTIMIZER_ARGS,
     "optim.schedule_args": SCHEDULE_ARGS,
+    "train.loss_args": LOSS_ARGS,
 }
 
 
 def check_arguments(setting: str, owner: str, args: Mapping[str, Any]) -> None:
     """Raise pydantic's ValidationError for arguments under `setting` that `owner`, an optimizer, a
-    schedule or a source, does not take; of one's own, which is called with them, any will do."""
+    schedule, a loss or a source, does not take; of one's own, which is called with them, any will
+    do."""
     if is_import_path(owner):
         return
     kind = ARGUMENTS[setting][owner]

@@ -292,7 +292,7 @@ def find_config_secrets(config: RunConfig) -> dict[str, str]:
     return secrets
 
 
-_ARGUMENTS = ("data.args", "model.args", "optim.args", "optim.schedule_args")
+_ARGUMENTS = ("data.args", "model.args", "optim.args", "optim.schedule_args", "train.loss_args")
 _NOTIFY = "run.notify"
 _BY_NAME = (*_ARGUMENTS, _NOTIFY)  # whose values are hidden by their names, too
 
@@ -469,7 +469,6 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
         else:
             params[name] = "" if value is None else str(value)
     absent = {*_NAMES, *(_OF_REGRESSION if task not in ("", "regression") else ())}
-    absent |= {"train.class_weights"} if task not in ("", "classification", "multilabel") else set()
     if params.get("launch.processes", "1") == "1" and params.get("launch.nodes", "") in _EMPTY:
         absent |= {*_OF_SEVERAL}
     return {k: v for k, v in params.items() if k not in absent and v not in _EMPTY}

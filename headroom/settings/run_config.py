@@ -25,9 +25,11 @@ from pydantic import (
 
 from headroom.base.import_paths import IMPORT_PATH, is_import_path
 from headroom.base.names import Place, is_lower_better, is_taken, list_shown
+from headroom.base.units import parse_seconds
 from headroom.settings.arguments import (
     OPTIMIZER_ARGS,
     SCHEDULE_ARGS,
+    CrossEntropyArgs,
     DelimitedArgs,
     ImageArgs,
     SyntheticArgs,
@@ -74,6 +76,7 @@ def require_known(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+LONGEST_S = 10**8  # of a duration
 LEAST_WAIT_S = 600.0  # for others to start, as PyTorch's launcher has it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
@@ -488,17 +491,28 @@ def parse_best_metric(text: str) -> BestMetric:
     return BestMetric(name, direction == "min" if direction else is_lower_better(name))
 
 
+def _is_clock(text: str) -> bool:
+    try:
+        datetime.strptime(text, "%H:%M" if len(text) == 5 else "%Y-%m-%d %H:%M")
+    except ValueError:
+        return False
+    return True
+
+
+def _is_duration(text: str) -> bool:
+    return 0 < (parse_seconds(text) or 0) <= LONGEST_S
+
+
 class TrainConfig(Section):
     epochs: Annotated[Int, Field(ge=1, le=10**6)] = 20
     """Passes over the training rows."""
     max_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
     """Ends the training after so many optimizer steps, where its epochs have not done so before;
     needed where a loader of your own has no length."""
-    max_s: Annotated[Float, Field(gt=0, le=10**8)] | None = None
-    """Ends the training for now after so many seconds of this run, with a checkpoint. Another run
-    with the same run.key, or --resume, goes on from it."""
-    until: Text | None = None
-    """The same at a time of the host's clock: HH:MM, the next there is, or YYYY-MM-DD HH:MM."""
+    end: Text | None = None
+    """Ends the training for now, with a checkpoint: so long after it began, such as 6h, 45min, 90s
+    or 1h30min, or at a time of the host's clock, such as 06:30, the next there is, or 2030-01-31
+    06:30. Another run with the same run.key, or --resume, goes on from it."""
     batch_size: Annotated[Int, Field(ge=1, le=10**7)] = 64
     """Rows of one optimizer step."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
@@ -517,15 +531,12 @@ class TrainConfig(Section):
     multilabel, mse (mean squared error) for a regression; where inputs have an entry labels and the
     model returns a loss, that one. package.module:function: your own, of outputs and targets, the
     mean over the rows."""
+    loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss, such as the label_smoothing of cross_entropy: docs/settings.md lists
+    them. Your own is called with them, by name."""
     metrics: dict[str, Text] = Field(default_factory=dict)
     """Validation metrics of your own, by name: package.module:function of outputs and targets, the
     mean over the rows of a batch; logged as val/NAME."""
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    """Share of each label that all classes get, of cross_entropy, as nn.CrossEntropyLoss has it. It
-    is of training alone: val/loss stays what can be compared."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """balanced: each class of a classification weighs as much as the others, however few its
-    rows."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and dropout."""
     deterministic: Bool = False
@@ -546,18 +557,41 @@ class TrainConfig(Section):
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
 
-    @field_validator("until")
+    @field_validator("end", mode="before")
     @classmethod
-    def _check_time(cls, until: str | None) -> str | None:
-        if until is None:
-            return None
-        try:
-            datetime.strptime(until, "%H:%M" if len(until) == 5 else "%Y-%m-%d %H:%M")
-        except ValueError:
-            raise ValueError(
-                f"must be a time such as 06:30 or 2030-01-31 06:30 (got {until[:80]!r})"
-            ) from None
-        return until
+    def _check_end(cls, end: Any) -> Any:
+        if end is None or (isinstance(end, str) and (_is_clock(end) or _is_duration(end))):
+            return end
+        # A bare number is not taken for seconds: YAML 1.1 makes 990 of 16:30.
+        raise ValueError(
+            "must be how long, such as 6h, 45min or 90s, or a time of the clock in quotes, such as "
+            "06:30 or 2030-01-31 06:30"
+        )
+
+    @field_validator("loss_args")
+    @classmethod
+    def _check_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        loss = info.data.get("loss")
+        if loss is not None:  # else its own problem is told
+            owner = "cross_entropy" if loss == "auto" else loss
+            check_arguments("train.loss_args", owner, args)
+        return args
+
+    @property
+    def cross_entropy(self) -> CrossEntropyArgs:
+        """Return the arguments of the cross entropy; defaults of another loss."""
+        is_other = self.loss not in ("auto", "cross_entropy")
+        return CrossEntropyArgs(**({} if is_other else self.loss_args))
+
+    @property
+    def end_after_s(self) -> float | None:
+        """Return the seconds after which the training ends; None where end is not given so."""
+        return None if self.end is None else parse_seconds(self.end)
+
+    @property
+    def end_clock(self) -> str | None:
+        """Return the time of the clock at which the training ends; None where end is none."""
+        return self.end if self.end_after_s is None else None
 
     @field_validator("metrics")
     @classmethod
@@ -604,18 +638,43 @@ class TrainConfig(Section):
         return self
 
 
+_STEPS = re.compile(r"([1-9][0-9]{0,11}) ?steps?")
+
+
 class CheckpointConfig(Section):
-    every_s: Annotated[Float, Field(gt=0, le=10**7)] | None = 300.0
-    """Seconds between two checkpoints, from which a training that was ended goes on; also one at
-    the end and at a signal. none, with every_steps none: there are none at all."""
-    every_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
-    """Optimizer steps between two checkpoints, beside those by time."""
+    every: Text | None = "5min"
+    """How long from one checkpoint to the next, such as 5min or 90s, or how many optimizer steps,
+    such as 500steps. A training that was ended goes on from the last; there is also one at the end
+    and at a signal. none: there are none at all."""
     keep: Annotated[Int, Field(ge=1, le=10**4)] = 2
     """How many of the newest checkpoints stay, beside that of the best epoch."""
 
+    @field_validator("every", mode="before")
+    @classmethod
+    def _check_every(cls, every: Any) -> Any:
+        is_text = isinstance(every, str)
+        if every is None or (is_text and (_is_duration(every) or _STEPS.fullmatch(every))):
+            return every
+        raise ValueError(
+            "must be how long, such as 5min or 90s, or how many steps, such as 500steps, or none"
+        )
+
+    @property
+    def every_s(self) -> float | None:
+        """Return the seconds between two checkpoints; None where steps are counted, or none is
+        written."""
+        return None if self.every is None else parse_seconds(self.every)
+
+    @property
+    def every_steps(self) -> int | None:
+        """Return the steps between two checkpoints; None where time is counted, or none is
+        written."""
+        counted = _STEPS.fullmatch(self.every or "")
+        return int(counted[1]) if counted else None
+
     @property
     def is_on(self) -> bool:
-        return self.every_s is not None or self.every_steps is not None
+        return self.every is not None
 
 
 class MemoryConfig(Section):
@@ -672,9 +731,8 @@ class RunSettings(Section):
     retries: Annotated[Int, Field(ge=0, le=1000)] = 2
     """How often a training that failed begins again, in a new process and from its last checkpoint,
     where that may help: the device was lost, other processes held its memory, or a server was away.
-    The count begins anew once there is a newer checkpoint. 0: never."""
-    retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
-    """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
+    The first does so after half a minute, each next one after twice as long, up to ten minutes. The
+    count begins anew once there is a newer checkpoint. 0: never."""
     notify: Annotated[Text, PRINTABLE] = ""
     """Where messages of this run go, which never delay it: alerts while it trains, and its end. The
     http(s) address of a webhook (Slack's, or one that takes the same; ntfy), or a command, which

@@ -16,7 +16,7 @@ from headroom.settings.run_config import GroupConfig, RunConfig
 
 # Settings that hold values by names, which a flag may give one by one.
 MAPPINGS = (
-    *("model.args", "data.args", "train.metrics"),
+    *("model.args", "data.args", "train.loss_args", "train.metrics"),
     *("optim.args", "optim.schedule_args", "optim.groups"),
 )
 # What was a setting once, and what is to be given in its place.
@@ -30,6 +30,13 @@ MOVED = {
     "data.split_column": "data.split as time:COLUMN or group:COLUMN",
     "device.require": "device.name gpu",
     "launch.wait_s": "launch.timeout_s",
+    "train.label_smoothing": "train.loss_args.label_smoothing",
+    "train.class_weights": "train.loss_args.class_weights",
+    "train.max_s": "train.end as 90s, 45min or 6h",
+    "train.until": "train.end, which takes the same times",
+    "run.retry_wait_s": "run.retries alone: the wait is half a minute, then twice as long",
+    "checkpoint.every_s": "checkpoint.every as 90s or 5min",
+    "checkpoint.every_steps": "checkpoint.every as 500steps",
     "gate.last": "gate.fail alone: the median is always that of the last 20 good runs",
     "optim.momentum": "optim.args.momentum, or of adamw the first of optim.args.betas",
     "optim.beta2": "the second of optim.args.betas",
@@ -69,7 +76,7 @@ _OTHER_WORDS = {
     "train.accumulate": "grad_accum gradient_accumulation_steps",
     "train.best_metric": "monitor metric_for_best_model",
     "train.eval_every_steps": "eval_steps val_check_interval",
-    "train.label_smoothing": "label_smoothing_factor",
+    "train.loss_args": "label_smoothing_factor",
     "train.min_delta": "threshold early_stopping_threshold",
     "train.patience": "early_stopping early_stopping_patience",
     "train.precision": "amp dtype fp16 bf16",
@@ -101,8 +108,8 @@ def list_settings() -> list[Setting]:
 
 @cache
 def list_arguments() -> dict[str, Setting]:
-    """Return every argument of a source, an optimizer and a schedule by its dotted name. Those of
-    the same name are one row, which says what is of whom."""
+    """Return every argument of a source, an optimizer, a schedule and a loss by its dotted name.
+    Those of the same name are one row, which says what is of whom."""
     rows: dict[str, list[tuple[str, Setting]]] = {}
     for setting, owners in ARGUMENTS.items():
         for owner, kind in owners.items():

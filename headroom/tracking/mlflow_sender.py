@@ -44,6 +44,7 @@ with pause_collection():
     from headroom.report import run_report
     from headroom.tracking import mlflow_store, orphaned_runs, send_later
     from headroom.tracking.journal import RunGone
+    from headroom.tracking.orphaned_runs import LeftRun
     from headroom.tracking.query_runs import find_newest_metrics, read_history
     from headroom.tracking.run_sender import (
         Sender,
@@ -74,7 +75,7 @@ class Session:
         self.held: FileLock | None = None  # the folder's lock, until then
         self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
-        self.dead: Iterator[Sender] = iter(())  # runs that are still to be ended
+        self.left: Iterator[LeftRun] = iter(())  # other runs, each sent when it is asked for
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
         self.source = ""  # the file that trains
@@ -203,18 +204,26 @@ class Session:
             with pause_collection():
                 run_report.load_plotting()
             assert self.client is not None and self.where is not None
-            self.dead = orphaned_runs.find_dead_runs(self.client, self.where, [self.experiment_id])
+            self.left = self.send_left_runs(with_ended=False)
             self.correct_flow_runs()
         else:
-            self.end_one_dead()  # this run's end may be asked for: it would wait for all of them
+            self.send_one_left()  # this run's end may be asked for: it would wait for all of them
 
-    def end_one_dead(self) -> bool:
-        """End the next run that says RUNNING though its process is gone. False after the last."""
+    def send_left_runs(self, *, with_ended: bool) -> Iterator[LeftRun]:
+        assert self.client is not None and self.where is not None
+        experiments = [self.experiment_id]
+        return orphaned_runs.send_left_runs(
+            self.client, self.where, experiments, with_ended=with_ended
+        )
+
+    def send_one_left(self) -> bool:
+        """Send what the next run has left whose process is gone. False after the last."""
         # Somebody else's runs and files: not worth this run's end.
         with suppress(MlflowException, OSError, ValueError):
-            if (sender := next(self.dead, None)) is not None:
-                with orphaned_runs.pass_over_errors(sender.state.run_id):
-                    orphaned_runs.resend(sender)
+            if (left := next(self.left, None)) is not None:
+                if left.problem:
+                    said = f"left behind, and not sent: {left.problem}"
+                    print(f"{left.run_id or left.folder}: {said}", file=sys.stderr)
                 return True
         return False
 
@@ -261,19 +270,17 @@ class Session:
         if self.sender is not None and not self.sender.state.closed:
             killed = host_memory.describe_kills_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
-            with orphaned_runs.pass_over_errors(self.sender.folder.name):
-                orphaned_runs.resend(self.sender, dead=dead)
+            try:
+                orphaned_runs.send_rest(self.sender, dead=dead)
+            except Exception as error:  # of any store
+                said = f"left behind, and not sent: {redact(str(error))}"
+                print(f"{self.sender.folder.name}: {said}", file=sys.stderr)
         elif self.held is not None:
             self.held.close()
         if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
-            if not self.is_swept:
-                self.dead = orphaned_runs.find_dead_runs(
-                    self.client, self.where, [self.experiment_id]
-                )
-            while self.end_one_dead():
+            self.left = self.send_left_runs(with_ended=True)
+            while self.send_one_left():
                 pass
-            with orphaned_runs.pass_over_errors(self.where.runs):
-                orphaned_runs.send_unsent_runs(self.client, self.where)
         self.correct_flow_runs()
         mlflow_store.remove_old_journals(Path(self.where.runs), keep=self.where.keep_runs)
         if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
@@ -335,7 +342,7 @@ def send_folder(folder: Path) -> int:
     try:
         chosen = read_tracking_settings()
         sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, SendingState("", ""))
-        if not orphaned_runs.resend(sender):
+        if not orphaned_runs.send_rest(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1
     except (OSError, ValueError, MlflowException) as error:

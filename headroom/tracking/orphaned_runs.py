@@ -1,8 +1,9 @@
-"""Sends and ends runs that were left behind: those that say RUNNING though their process is
-gone, and those that could not be sent to MLflow in time. The next run of this host does it.
-Part of the sending process.
+"""Sends what runs have left in their folders, and ends them: those whose process is gone, and
+those that could not be sent to MLflow in time. Whoever finds one does the same: the next run of
+this host, whoever stays to send later, `flows.tidy`, and a person who names a folder. Part of the
+sending process.
 
-`python -m headroom.tracking.orphaned_runs` lists them all at once, and ends them where asked
+`python -m headroom.tracking.orphaned_runs` lists them all at once, and sends them where asked
 to.
 """
 
@@ -13,7 +14,8 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,8 @@ from headroom.base.event_log import (
 from headroom.base.file_lock import is_held
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import is_run_alive
-from headroom.process.redaction import redact
 from headroom.tracking.journal import RunGone
+from headroom.tracking.left_folders import find_left_folders, is_going_on, is_left
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
@@ -58,14 +60,75 @@ from headroom.tracking.tracking_settings import TrackingSettings
 DEAD = "its process was gone"
 
 
-def find_dead_runs(
+@dataclass(frozen=True)
+class LeftRun:
+    """A run that was left behind, as a person and Prefect know it."""
+
+    verb: str  # end: its process is gone; send: it has ended, and MLflow lacks a part
+    folder: str
+    name: str = ""
+    run_id: str = ""
+    flow_run: str = ""
+    problem: str = ""  # why it could not be sent
+
+
+def send_left_runs(
+    client: MlflowClient,
+    chosen: TrackingSettings,
+    experiments: list[str],
+    *,
+    with_ended: bool = True,
+    does: bool = True,
+) -> Iterator[LeftRun]:
+    """Send what the folders of this host's runs still have, and end the runs that have lost theirs;
+    yield each, one at a time, as it is when it is its turn. What is wrong with one is told with it.
+
+    experiments: where to look for runs that say RUNNING and have no such folder. with_ended: also
+    those that have ended, and of which only a part is not there; else only whose process is gone.
+    does: else they are only found.
+    """
+    found = set()
+    for folder in find_left_folders(Path(chosen.runs)):
+        verb = "send" if read_end(folder) else "end"
+        if is_left(folder) and (with_ended or verb == "end"):
+            found.add(folder)
+            sender = Sender(client, chosen, folder, SendingState("", ""))
+            if (left := _send_left(sender, verb, does=does)) is not None:
+                yield left
+    for sender in _find_dead_runs(client, chosen, experiments):
+        if sender.has_folder and (
+            sender.folder in found
+            or is_held(sender.folder / SENDING_LOCK)
+            or is_going_on(sender.folder)
+        ):
+            continue
+        if (left := _send_left(sender, "end", does=does)) is not None:
+            yield left
+
+
+def _send_left(sender: Sender, verb: str, *, does: bool) -> LeftRun | None:
+    """Send what that run has left; None where nobody's process needs to, or another does it."""
+    left = LeftRun(verb, str(sender.folder), name=sender.folder.name)
+    try:
+        left = replace(left, **_describe_run(sender))
+        if does and not send_rest(sender):
+            return None
+    except NotOurs:
+        return None
+    except Exception as error:  # of what lies in anybody's folder
+        return replace(left, problem=explain_error(error, sender.where))
+    return left
+
+
+def _find_dead_runs(
     client: MlflowClient, chosen: TrackingSettings, experiments: list[str]
 ) -> Iterator[Sender]:
     """Yield the runs of this host that say RUNNING though their process is gone.
 
     Each as it is when it is asked for: the one before may have taken a while to end.
     """
-    host, folders = socket.gethostname().replace("'", ""), _find_folders(chosen)
+    host = socket.gethostname().replace("'", "")
+    folders = {log.parent.name for log in Path(chosen.runs).glob(f"*/{LOG}")}
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
     for entry in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         run = client.get_run(entry.info.run_id)
@@ -75,40 +138,6 @@ def find_dead_runs(
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in folders else Path()
         yield Sender(client, chosen, folder, SendingState(run.info.run_id, run.info.experiment_id))
-
-
-@contextmanager
-def pass_over_errors(which: str) -> Iterator[None]:
-    """Print what is wrong with one run that was left, and go on with the others."""
-    try:
-        yield
-    except Exception as error:  # of what lies in anybody's folder
-        message = f"{type(error).__name__}: {redact(str(error))}"
-        print(f"{which}: left behind, and not sent: {message}", file=sys.stderr)
-
-
-def _find_folders(chosen: TrackingSettings) -> set[str]:
-    matches = (Path(chosen.runs).glob(f"*/{name}") for name in (SENT, LOG))
-    return {file.parent.name for files in matches for file in files}
-
-
-def send_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> None:
-    """Send what earlier runs could not send, whose processes are gone."""
-    for sender in _find_unsent_runs(client, chosen):
-        with pass_over_errors(sender.folder.name):
-            resend(sender)
-
-
-def _find_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> Iterator[Sender]:
-    for name in sorted(_find_folders(chosen)):
-        folder = Path(chosen.runs) / name
-        with pass_over_errors(name):
-            if is_sent(folder):
-                continue
-            begin = _read_new_begin(folder)
-            tags = find_run(client, folder).data.tags if begin is None else begin["tags"]
-            if _is_gone(tags):
-                yield Sender(client, chosen, folder, SendingState("", ""))
 
 
 def _read_new_begin(folder: Path, begun: int | None = None) -> dict[str, Any] | None:
@@ -266,34 +295,26 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     return whole
 
 
-def _is_gone(tags: Mapping[str, str]) -> bool:
-    """Return whether the run's process was one of this host and is no more."""
-    return tags.get("host") == socket.gethostname() and not is_run_alive(tags)
+class NotOurs(ValueError):
+    """The run is another host's, or of a process that lives."""
 
 
-def _is_alive(tags: Mapping[str, str]) -> bool:
-    """Return whether the run's process is one of this host that lives."""
-    return tags.get("host") == socket.gethostname() and is_run_alive(tags)
-
-
-def resend(sender: Sender, *, dead: str = DEAD) -> bool:
-    """Send what the folder holds, and end the run as its process ended it, or as KILLED.
+def send_rest(sender: Sender, *, dead: str = DEAD) -> bool:
+    """Send what the folder still has, and end the run as its process ended it, or as KILLED.
 
     It is the run that its state names, or the one of its folder. dead: why it ended, where its
-    process has not told. Return False where another process is at it.
+    process has not told. Return False where another process is at it, or the run goes on.
     """
-    if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
+    if sender.held is None and sender.has_folder:
         sender.held = try_sending_lock(sender.folder)
         if sender.held is None:
             return False
-        begin = _read_new_begin(sender.folder)
-        is_alive = begin is not None and _is_alive(begin["tags"])
-        if is_alive and not read_end(sender.folder):  # it goes on, and MLflow will know
+        if is_going_on(sender.folder):  # and MLflow will know
             sender.held.close()
             sender.held = None
             return False
     try:
-        _resend(sender, dead)
+        _send_rest(sender, dead)
     finally:
         if sender.held is not None:
             sender.held.close()
@@ -301,7 +322,7 @@ def resend(sender: Sender, *, dead: str = DEAD) -> bool:
     return True
 
 
-def _resend(sender: Sender, dead: str) -> None:
+def _send_rest(sender: Sender, dead: str) -> None:
     if sender.held is not None:
         begun = begin_run(sender.client, sender.where, sender.folder, run_id=sender.state.run_id)
         sender.client, sender.state = begun.client, begun.state
@@ -314,7 +335,7 @@ def _resend(sender: Sender, dead: str) -> None:
         if stored.info.status != "RUNNING":
             return
         sender.folder = Path()
-    if not sender.folder.is_dir() or sender.folder == Path():
+    if not sender.has_folder:
         sender.client.set_tag(sender.state.run_id, "end.reason", dead)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
         return
@@ -354,18 +375,22 @@ def _is_other_copy(folder: Path, run: Run) -> bool:
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:
-    """Return the names by which a person and Prefect know the run."""
-    begin = _read_new_begin(sender.folder)
+    """Return the names by which a person and Prefect know the run. Raises NotOurs where MLflow
+    alone knows whose it is, and that is somebody else."""
+    begin = _read_new_begin(sender.folder, 0) if sender.has_folder else None
     if begin is not None:
-        name, run_id, tags = begin.get("name", sender.folder.name), "", begin["tags"]
+        said = _read_sent_state(sender.folder)
+        run_id = sender.state.run_id or (said.run_id if said is not None else "")
+        name, tags = begin.get("name", sender.folder.name), begin["tags"]
     else:
         known_id = sender.state.run_id
         run = (
             sender.client.get_run(known_id) if known_id else find_run(sender.client, sender.folder)
         )
         name, run_id, tags = run.info.run_name, run.info.run_id, run.data.tags
-    flow_run = tags.get("prefect.flow_run_id", "")
-    return {"name": name, "run_id": run_id, "flow_run": flow_run, "problem": ""}
+        if tags.get("host") != socket.gethostname() or is_run_alive(tags):
+            raise NotOurs(run_id)
+    return {"name": name, "run_id": run_id, "flow_run": tags.get("prefect.flow_run_id", "")}
 
 
 def main() -> None:
@@ -375,19 +400,8 @@ def main() -> None:
     try:
         client = MlflowClient(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        left = list(find_dead_runs(client, chosen, ids))
-        ending = {sender.folder for sender in left}
-        unsent = [one for one in _find_unsent_runs(client, chosen) if one.folder not in ending]
-        for verb, sender in [*(("end", one) for one in left), *(("send", one) for one in unsent)]:
-            if is_held(sender.folder / SENDING_LOCK):  # its own process is at it
-                continue
-            action = {"verb": verb, "folder": str(sender.folder), **_describe_run(sender)}
-            try:
-                if order["does"] and not resend(sender):
-                    continue  # another came first
-            except Exception as error:  # of what lies in anybody's folder
-                action["problem"] = explain_error(error, chosen)
-            print(json.dumps(action), flush=True)
+        for left in send_left_runs(client, chosen, ids, does=order["does"]):
+            print(json.dumps(asdict(left)), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explain_error(error, chosen)}))
     prefect_http.correct_flow_runs(order.get("prefect_api", ""), Path(chosen.runs))

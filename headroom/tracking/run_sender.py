@@ -241,6 +241,11 @@ class Sender:
     registered: str = ""  # what became of the model in MLflow's registry
     held: FileLock | None = None  # the lock of the folder, while this process sends it
 
+    @property
+    def has_folder(self) -> bool:
+        """Return whether the run has a folder here; Path() stands for none."""
+        return self.folder != Path() and self.folder.is_dir()
+
     def tell_params(self, params: Mapping[str, str]) -> None:
         """Log the params; they may be logged again, while they are the same."""
         entries = [Param(k, v[:5900]) for k, v in params.items()]

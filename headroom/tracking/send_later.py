@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from headroom.base.event_log import LOG, SENDING_LOCK, TRAINING_LOCK, is_sent
 from headroom.base.file_lock import FileLock, is_held
 from headroom.process import children
+from headroom.tracking.left_folders import find_left_folders
 from headroom.tracking.tracking_settings import TrackingSettings
 
 FIRST_S, LONGEST_S = 15.0, 600.0  # between two tries
@@ -27,19 +27,9 @@ STAYS = "later.lock"  # of a folder of runs: who stays holds it
 OTHERS = ("PREFECT__FLOW_RUN_ID", "HEADROOM_SERVE_PART")
 
 
-def find_unsent_folders(runs: Path) -> list[Path]:
-    """Return the folders of runs that MLflow lacks a part of, and nobody trains or sends now."""
-    folders = (log.parent for log in runs.glob(f"*/{LOG}"))
-    return sorted(folder for folder in folders if not is_sent(folder) and not _is_busy(folder))
-
-
-def _is_busy(folder: Path) -> bool:
-    return any(is_held(folder / name) for name in (TRAINING_LOCK, SENDING_LOCK))
-
-
 def is_needed(runs: Path) -> bool:
     """Return whether something is there to send, and nobody stays to do so."""
-    return bool(find_unsent_folders(runs)) and not is_held(runs / STAYS)
+    return bool(find_left_folders(runs)) and not is_held(runs / STAYS)
 
 
 def replace_process(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
@@ -94,7 +84,7 @@ def main() -> None:
                 return
         pause_s = FIRST_S
         while (
-            (left_s := until - time.monotonic()) > 0 and runs.is_dir() and find_unsent_folders(runs)
+            (left_s := until - time.monotonic()) > 0 and runs.is_dir() and find_left_folders(runs)
         ):
             time.sleep(min(pause_s, left_s))
             pause_s = min(LONGEST_S, 2 * pause_s)

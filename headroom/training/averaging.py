@@ -17,11 +17,12 @@ from torch.nn.functional import cross_entropy, nll_loss
 
 from headroom.base import nested
 from headroom.base.facts import DataFacts
-from headroom.base.import_paths import describe_error, import_callable, is_import_path
+from headroom.base.import_paths import describe_error, is_import_path
 from headroom.base.raw_inputs import LABELS
 from headroom.data.dataloaders import IGNORED
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import TrainConfig
+from headroom.training.losses import load_own_loss
 from headroom.training.optimizer_step import Count, count_rows
 from headroom.training.state_changes import StateChanges
 from headroom.watch.out_of_memory import is_oom
@@ -75,8 +76,7 @@ def choose_count(train: TrainConfig, data: DataFacts, *, own_count: Count | None
     is taken where that has no attribute `count` and is none of PyTorch's.
     """
     if is_import_path(train.loss):
-        own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-        return find_told_count(own) or own_count or count_rows
+        return find_told_count(load_own_loss(train)) or own_count or count_rows
     if own_count is not None:
         return own_count
     # Only batches of a loader hold labels to be skipped.

@@ -36,8 +36,8 @@ def check_plan(plan: Plan) -> Plan:
             f"train.max_steps: is needed, since the training loader of {data.source} has no "
             "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
         )
-    if config.train.until is not None:
-        compute_end_time(config.train.until, time.time())
+    if config.train.end_clock is not None:
+        compute_end_time(config.train.end_clock, time.time())
     optim.check_optimizer(
         config.optim, steps=plan.steps, epochs=plan.epochs, precision=plan.precision
     )

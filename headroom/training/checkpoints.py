@@ -93,9 +93,10 @@ class Checkpoints:
         whether to go on from what is there. ranks: the lead writes and reads, and tells the others.
         mesh: that the model is shared out over; then each writes and reads its share, when the lead
         says so."""
-        off = CheckpointConfig(every_s=None)
+        off = CheckpointConfig(every=None)
         keeps = ranks.is_lead or mesh is not None
         self.folder, self._chosen, self._copies = folder, chosen if keeps else off, copies
+        self._every_s, self._every_steps = self._chosen.every_s, self._chosen.every_steps
         self._ranks, self._mesh = ranks, mesh
         self._together = Ranks() if mesh is None else ranks
         self._writers = self._together.make_side_group()
@@ -113,7 +114,7 @@ class Checkpoints:
     @staticmethod
     def make_disabled() -> Checkpoints:
         """Return the checkpoints of a training that keeps none."""
-        off = CheckpointConfig(every_s=None)
+        off = CheckpointConfig(every=None)
         return Checkpoints(Path(), off, HostCopies(torch.device("cpu")), about={})
 
     def resume(self, training: Training) -> None:
@@ -147,7 +148,7 @@ class Checkpoints:
 
     def end_step(self, training: Training) -> None:
         """Write a checkpoint, if it is time to; this step is done."""
-        every = self._chosen.every_steps
+        every = self._every_steps
         is_due = every is not None and training.position.step % every == 0
         if is_due or self._together.broadcast_flag(self._is_late()):
             self.save(training)
@@ -202,7 +203,7 @@ class Checkpoints:
         self._wait()
 
     def _is_late(self) -> bool:
-        every_s = self._chosen.every_s
+        every_s = self._every_s
         return every_s is not None and self._now_s() - self._saved_at >= every_s
 
     def _save(self, training: Training, *, is_best: bool) -> None:
@@ -313,7 +314,7 @@ def refuse_no_room(folder: Path, need_bytes: int) -> None:
     free_bytes = shutil.disk_usage(there).free
     if need_bytes > free_bytes:
         raise NoRoom(
-            f"checkpoint.every_s: a checkpoint takes about {format_mebibytes(need_bytes / MIB)} "
+            f"checkpoint.every: a checkpoint takes about {format_mebibytes(need_bytes / MIB)} "
             f"and {folder} has {format_mebibytes(free_bytes / MIB)} left; make room there, or set "
             "it to none"
         )

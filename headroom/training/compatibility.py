@@ -30,7 +30,7 @@ from headroom.training.plan import Plan
 # same. Another device draws other random numbers and rounds otherwise: said, and allowed.
 MAY_DIFFER = (
     *("device.name", "data.path", "data.cache", "data.memory_mib"),
-    *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
+    *("train.epochs", "train.max_steps", "train.end", "train.patience"),
     *("train.log_every", "train.compile", "train.parallel"),
     *("train.eval_every_steps", "train.min_delta"),
 )

@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 from itertools import count, islice
 
 from headroom.base.scores import Evaluation
-from headroom.base.units import format_seconds
 from headroom.data.batch import Batch
 from headroom.ranks.ranks import Ranks
 from headroom.settings.read_settings import ConfigError
@@ -218,24 +217,22 @@ class TimeBudget:
         """asked: what else may want an end; it is heard first. passed_s: seconds, whatever somebody
         does to the clock of the host, which is now_s, Unix time."""
         self._asked = asked
-        self._ends: list[tuple[Callable[[], float], float, str]] = []
-        if train.max_s is not None:
-            why = f"train.max_s: {format_seconds(train.max_s)} are over"
-            self._ends.append((passed_s, passed_s() + train.max_s, why))
-        if train.until is not None:
-            end_s = compute_end_time(train.until, now_s())
-            self._ends.append((now_s, end_s, f"train.until: it is {train.until}"))
+        self._clock, self._end_s, self._why = passed_s, math.inf, ""
+        if train.end_after_s is not None:
+            self._end_s = passed_s() + train.end_after_s
+            self._why = f"train.end: {train.end} are over"
+        elif train.end_clock is not None:
+            self._clock, self._end_s = now_s, compute_end_time(train.end_clock, now_s())
+            self._why = f"train.end: it is {train.end}"
 
     def compute_left_s(self) -> float:
-        """Return the seconds until the first end; infinity where there is none."""
-        return min((end_s - clock() for clock, end_s, _ in self._ends), default=math.inf)
+        """Return the seconds until the end; infinity where there is none."""
+        return self._end_s - self._clock()
 
     def __call__(self) -> StopRequest | None:
         stop = self._asked()
-        if stop is None:
-            for clock, end_s, why in self._ends:
-                if clock() >= end_s:
-                    return StopRequest(why)
+        if stop is None and self._clock() >= self._end_s:
+            return StopRequest(self._why)
         return stop
 
 
@@ -269,21 +266,21 @@ def leave_training() -> None:
     raise TrainingLeft
 
 
-def compute_end_time(until: str, now_s: float) -> float:
-    """Return the Unix time of `until`: a time of day, the next there is, or a date and a time.
+def compute_end_time(end: str, now_s: float) -> float:
+    """Return the Unix time of `end`: a time of day, the next there is, or a date and a time.
 
     Raises ConfigError for one that has passed.
     """
     now = datetime.fromtimestamp(now_s)
-    if len(until) > len("HH:MM"):
-        clocks = [datetime.strptime(until, "%Y-%m-%d %H:%M")]
+    if len(end) > len("HH:MM"):
+        clocks = [datetime.strptime(end, "%Y-%m-%d %H:%M")]
     else:
-        time_of_day = datetime.strptime(until, "%H:%M").time()
+        time_of_day = datetime.strptime(end, "%H:%M").time()
         clocks = [datetime.combine(now + timedelta(days=n), time_of_day) for n in range(3)]
     ends = (end_s for clock in clocks for end_s in _find_unix_times(clock))
     end_s = min((end_s for end_s in ends if end_s > now_s), default=None)
     if end_s is None:
-        raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
+        raise ConfigError(f"train.end: {end} has passed (it is {now:%Y-%m-%d %H:%M})")
     return end_s
 
 

@@ -6,6 +6,7 @@ what training needs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -66,25 +67,20 @@ def make_loss(
 ) -> Loss:
     """Return the loss of this training, or of its evaluations, which smooth no label. Raises
     ConfigError where it does not fit what is learnt."""
-    smoothing = 0.0 if is_judged else train.label_smoothing
-    fits = FITTING[data.task]
-    if train.label_smoothing and (is_import_path(train.loss) or fits != "cross_entropy"):
-        loss = train.loss if is_import_path(train.loss) else fits
-        raise ConfigError(f"train.label_smoothing: is for cross_entropy (this is {loss}); drop it")
     if is_import_path(train.loss):
-        if train.class_weights != "none":
-            raise ConfigError(
-                f"train.class_weights: has no meaning with a loss of your own ({train.loss}); drop "
-                "it, and weigh the classes there"
-            )
-        own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-        return wrap_in_units(own, data, device)
+        return wrap_in_units(load_own_loss(train), data, device)
+    args, fits = train.cross_entropy, FITTING[data.task]
+    smoothing = 0.0 if is_judged else args.label_smoothing
+    if smoothing and fits != "cross_entropy":
+        raise ConfigError(
+            f"train.loss_args.label_smoothing: is for cross_entropy (this is {fits}); drop it"
+        )
     if train.loss not in ("auto", fits):
         raise ConfigError(
             f"train.loss: {train.loss} does not fit {data.task}; use "
             f"{' or '.join(dict.fromkeys(('auto', fits)))}, or a function of your own"
         )
-    if train.class_weights == "balanced":
+    if args.class_weights == "balanced":
         weights = torch.tensor(_compute_balanced_weights(data), device=device)
         return WeightedCrossEntropy(weights, smoothing)
     losses: dict[str, Loss] = {
@@ -95,6 +91,33 @@ def make_loss(
     }
     smoothed: Any = losses[fits]
     return partial(smoothed, label_smoothing=smoothing) if smoothing else losses[fits]
+
+
+def load_own_loss(train: TrainConfig) -> Callable[..., Any]:
+    """Return the loss of the user's own, which is called with train.loss_args. Raises
+    ConfigError."""
+    own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
+    if not train.loss_args:
+        return own
+    _refuse_unknown_arguments(own, train)
+    loss = partial(own, **train.loss_args)
+    if hasattr(own, "count"):
+        loss.count = own.count  # type: ignore[attr-defined]
+    return loss
+
+
+def _refuse_unknown_arguments(own: Callable[..., Any], train: TrainConfig) -> None:
+    try:
+        takes = inspect.signature(own).parameters
+    except (ValueError, TypeError):  # of what is not Python: the call says what it takes
+        return
+    names = [*takes][2:]
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return
+    for name in train.loss_args:
+        if name not in names:
+            others = f"none of this name, but {', '.join(names)}" if names else "no arguments"
+            raise ConfigError(f"train.loss_args.{name}: {train.loss} takes {others}; drop it")
 
 
 @dataclass(frozen=True)
@@ -134,7 +157,7 @@ def wrap_in_units(
 
 def find_own_loss(train: TrainConfig, data: DataFacts) -> TakesLoss:
     """Return whether a loss that the model returns itself is the one that counts."""
-    if train.loss != "auto" or train.class_weights != "none":
+    if train.loss != "auto" or train.cross_entropy.class_weights != "none":
         return TakesLoss.NEVER
     return TakesLoss.ALWAYS if data.task == "own" else TakesLoss.WITH_LABELS
 
@@ -156,7 +179,7 @@ def compute_token_loss(logits: Tensor, tokens: Tensor, *, label_smoothing: float
 
 def _compute_balanced_weights(data: DataFacts) -> list[float]:
     """rows / (classes * rows of the class), which scikit-learn calls "balanced"."""
-    rule = "train.class_weights: balanced"
+    rule = "train.loss_args.class_weights: balanced"
     if data.task != "classification":
         raise ConfigError(f"{rule} needs a classification, and this is {data.task}; drop it")
     if data.class_rows is None or min(data.class_rows) < 1:

@@ -37,7 +37,13 @@ from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import ModelConfig, TrainConfig
 from headroom.training import averaging
 from headroom.training.averaging import Averaging
-from headroom.training.losses import check_loss, find_own_functions, find_own_loss, make_loss
+from headroom.training.losses import (
+    check_loss,
+    find_own_functions,
+    find_own_loss,
+    load_own_loss,
+    make_loss,
+)
 from headroom.training.optimizer_step import Loss
 from headroom.training.state_changes import ChangeFinder, StateChanges
 from headroom.watch import failed_step
@@ -241,12 +247,12 @@ def _check_own_model(settings: ModelConfig, train: TrainConfig, data: DataFacts)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
         _run_forward(model.train(), *make_sample(data, 1), name)
-    if own_loss and train.label_smoothing:
+    if own_loss and train.cross_entropy.label_smoothing:
         _, labels_given = make_own_forward(model, takes_loss=True)(x)
         if labels_given is not None:
             raise ConfigError(
-                f"train.label_smoothing: has no meaning with the loss that {name} computes itself; "
-                "drop it, or set train.loss to cross_entropy"
+                f"train.loss_args.label_smoothing: has no meaning with the loss that {name} "
+                "computes itself; drop it, or set train.loss to cross_entropy"
             )
     if own_loss is TakesLoss.ALWAYS or (own_loss and isinstance(x, Mapping) and "labels" in x):
         averaging_rule = _ask_model(model.eval(), own_loss, data)
@@ -269,8 +275,7 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
     _, y = make_sample(data, averaging.ROWS, is_own=True)
     draw = torch.Generator().manual_seed(0)
     drawn = torch.rand((averaging.ROWS, *outputs.shape[1:]), generator=draw).to(outputs.dtype)
-    own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
-    own_count = averaging.find_told_count(own)
+    own_count = averaging.find_told_count(load_own_loss(train))
     if own_count is not None:
         with torch.no_grad():
             value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))

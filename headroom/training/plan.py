@@ -95,7 +95,7 @@ class Plan:
             [self.keeps_best and device.kind == "cpu"],  # beside the weights that are trained
             *([] if processes == ("1", 1) else [*processes, t.parallel]),
             *(["recompute"] if self.settings.memory.recompute else []),
-            *(["label_smoothing"] if t.label_smoothing else []),
+            *(["label_smoothing"] if t.cross_entropy.label_smoothing else []),
             *([["args", flags]] if (flags := [n for n, v in o.args.items() if v is True]) else []),
             *([["ema"]] if o.ema_decay is not None else []),
             *([["parts", m.freeze, [*o.groups]]] if m.freeze or o.groups else []),

@@ -749,7 +749,7 @@ class OwnLoop(Guarded, raising=ASKED):
         else:
             if self._parts is None:
                 self._parts = sum(1 for model in self.models for _ in model.modules())
-                self._parts += len(self.list_owned()["parameters"])
+                self._parts += sum(1 for _ in self.list_owned()["parameters"])
             parts = self._parts
             since_s, plain = now_s - self._first_s, self.done - 1
             step_s = since_s / plain if plain else now_s - self._began_s

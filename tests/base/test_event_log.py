@@ -28,11 +28,8 @@ from headroom.base.event_log import (
 
 
 def _lines(count: int) -> bytes:
-    entries = (
-        {"step": s, "t": 10 * s, "metrics": {"a": 1 / s, "b": float(s)}}
-        for s in range(1, count + 1)
-    )
-    return b"".join(json.dumps(entry).encode() + b"\n" for entry in entries)
+    found = (({"a": 1 / s, "b": float(s)}, s) for s in range(1, count + 1))
+    return b"".join(make_line(metrics, s, unix_ms=10 * s) for metrics, s in found)
 
 
 def test_batches_hold_every_line_once_and_say_where_they_end(monkeypatch) -> None:
@@ -66,17 +63,17 @@ def test_half_a_line_waits_for_its_end() -> None:
 
 
 def test_what_is_no_number_is_told_apart_from_what_nobody_measured() -> None:
-    data = b'{"step":1,"t":2,"metrics":{"a": NaN, "b": Infinity}}\n'
+    data = make_line({"a": math.nan, "b": math.inf}, 1, unix_ms=2)
     ((batch, offset),) = read_metric_batches(io.BytesIO(data), 0)
     assert len(batch) == 1 and batch[0][0] == "a" and math.isnan(batch[0][1])
-    only = b'{"step":1,"t":2,"metrics":{"b": -Infinity}}\n'
+    only = make_line({"b": -math.inf}, 1, unix_ms=2)
     assert list(read_metric_batches(io.BytesIO(only), 0)) == [([], len(only))]
 
 
 @pytest.mark.parametrize("count", [1, 99, 4096, 4097, 30_001])
 def test_a_long_series_is_thinned_evenly_and_keeps_both_ends(tmp_path: Path, count: int) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(_lines(count))
-    found = read_series(tmp_path / "metrics.jsonl")
+    (tmp_path / "events.jsonl").write_bytes(_lines(count))
+    found = read_series(tmp_path / "events.jsonl")
     steps = [point[0] for point in found["a"]]
     assert steps[0] == 1 and steps[-1] == count
     assert len(steps) == count if count <= 4096 else 2048 < len(steps) <= 4097
@@ -86,7 +83,7 @@ def test_a_long_series_is_thinned_evenly_and_keeps_both_ends(tmp_path: Path, cou
 
 
 def test_no_log_has_no_series(tmp_path: Path) -> None:
-    assert read_series(tmp_path / "metrics.jsonl") == {}
+    assert read_series(tmp_path / "events.jsonl") == {}
 
 
 def test_no_flipped_bit_becomes_a_number_that_nobody_measured(tmp_path: Path) -> None:
@@ -94,7 +91,7 @@ def test_no_flipped_bit_becomes_a_number_that_nobody_measured(tmp_path: Path) ->
     true = [({"a": 1 / s, "b/c": float(s)}, s) for s in range(1, 6)]
     data = b"".join(make_line(metrics, step, unix_ms=7) for metrics, step in true)
     whole = {(k, v, 7, step) for metrics, step in true for k, v in metrics.items()}
-    journal = tmp_path / "metrics.jsonl"
+    journal = tmp_path / "events.jsonl"
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -112,6 +109,14 @@ def test_no_flipped_bit_becomes_a_number_that_nobody_measured(tmp_path: Path) ->
                 (k, v, t, s) for k, points in read_series(journal).items() for s, v, t in points
             }
             assert drawn == set(found)
+
+
+def test_a_line_without_its_checksum_is_a_damaged_one() -> None:
+    line, damaged = make_line({"a": 0.5}, 1, unix_ms=2), []
+    bare = line[: line.index(b',"crc32"')] + b"}\n"
+    assert json.loads(bare) == {"step": 1, "t": 2, "metrics": {"a": 0.5}}
+    found = [*read_metric_batches(io.BytesIO(bare + line), 0, damaged=damaged)]
+    assert found == [([("a", 0.5, 2, 1)], len(bare + line))] and damaged == [0]
 
 
 BEGIN = {"name": "n", "tags": {"host": "here"}}

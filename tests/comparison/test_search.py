@@ -116,7 +116,7 @@ def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> 
         folder = tmp_path / f"journal{cell.number}"
         folder.mkdir()
         assert not trials.is_pruned(cell, folder), "it has told nothing yet"
-        with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
+        with open(folder / "events.jsonl", "ab", buffering=0) as journal:
             for epoch, value in enumerate(values, 1):
                 metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
                 append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
@@ -139,7 +139,7 @@ def test_a_training_at_its_last_epoch_is_not_ended_early(tmp_path: Path) -> None
         cell = _next(trials)
         folder = tmp_path / f"journal{cell.number}"
         folder.mkdir()
-        with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
+        with open(folder / "events.jsonl", "ab", buffering=0) as journal:
             for epoch in (1, 2, 3):
                 metrics = {"val/loss": value, "train/epoch": float(epoch)}
                 append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))

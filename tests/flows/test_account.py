@@ -139,7 +139,7 @@ def test_the_record_of_a_loop_has_the_names_of_a_training(
     (known,) = list_known_runs(RUNS)
     assert (known.state, known.step, known.run_id) == ("FINISHED", 10, run.run["run_id"])
     kept = {f.name for f in place.rglob("*")}
-    assert {"report.html", "device.json", "metrics.jsonl"} <= kept
+    assert {"report.html", "device.json", "events.jsonl"} <= kept
     printed = capsys.readouterr()
     assert printed.out == "", "the output is the program's"
     assert "FINISHED own" in printed.err
@@ -412,7 +412,7 @@ def test_the_journal_has_every_metric_that_was_logged(place: Path) -> None:
     with account(run_name="own", quiet=True) as run:
         for step in range(25):
             run.log({"reward": step / 2}, step=step + 1)
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    lines = (run.folder / "events.jsonl").read_text().splitlines()
     told = [json.loads(line).get("metrics", {}) for line in lines]
     assert [metrics["reward"] for metrics in told if "reward" in metrics][:25] == [
         step / 2 for step in range(25)

@@ -32,7 +32,7 @@ Start = Callable[..., subprocess.Popen[str]]
 def test_a_grid_is_trained_to_its_end_whatever_comes_between(compare: Start, place: Path) -> None:
     (place / "own.py").write_text(MODEL)
     words = ("--model.name", "own:Net", "--vary", "model.args.fails=false,true", "--repeats", "2")
-    words = (*words, "--train.epochs=3", "--checkpoint.every_s=none")
+    words = (*words, "--train.epochs=3", "--checkpoint.every=none")
     process = compare(*words)
     assert process.stderr is not None
     for line in process.stderr:

@@ -50,7 +50,7 @@ def _torchrun(place: Path, *arguments: str, processes: int = 2) -> subprocess.Po
 def test_two_processes_are_one_run_with_a_checkpoint_where_it_is_ended(
     desk: Desk, place: Path
 ) -> None:
-    asked = ("--launch.processes", "2", "--checkpoint.every_steps", "40")
+    asked = ("--launch.processes", "2", "--checkpoint.every", "40steps")
     first = desk(*asked, "--train.epochs", "2000")
     until = time.monotonic() + 120
     while not list((place / ".headroom" / "runs").glob("*/checkpoints/*")):
@@ -62,7 +62,7 @@ def test_two_processes_are_one_run_with_a_checkpoint_where_it_is_ended(
     ((run_id, status),) = query(place, "select run_uuid, status from runs")
     assert status == "KILLED" and f"--resume {run_id}" in err
 
-    again = desk("--resume", run_id, "--train.epochs", "2000", "--train.max_s", "2")
+    again = desk("--resume", run_id, "--train.epochs", "2000", "--train.end", "2s")
     out, err = again.communicate(timeout=200)
     assert again.returncode == 0, err
     assert "2 processes" in out and "communication" in out
@@ -215,7 +215,7 @@ def test_a_training_that_is_killed_leaves_one_ended_run_no_process_and_its_key(
     """Its processes stayed where it was killed before they were there, or one was stopped."""
     (place / "faulty.py").write_text(FAULTY)
     asked = ("--launch.processes", "2", "--model.name", "faulty:Model", "--run.key", "night")
-    asked += ("--train.epochs", "3", "--checkpoint.every_steps", "10")
+    asked += ("--train.epochs", "3", "--checkpoint.every", "10steps")
     process = desk(*asked, cold=True, TESTS_COLD="1", TESTS_MARK=str(place))
     if when == "starting":
         until = time.monotonic() + 60

@@ -39,7 +39,7 @@ def _runs(place: Path) -> list[Path]:
 def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
     desk: Desk, place: Path
 ) -> None:
-    asked = ("--run.key", "night", "--train.epochs", "200", "--checkpoint.every_steps", "40")
+    asked = ("--run.key", "night", "--train.epochs", "200", "--checkpoint.every", "40steps")
     first = desk(*asked)
     until = time.monotonic() + 120
     while not any(len(list_steps(run / "checkpoints")) > 1 for run in _runs(place)):
@@ -48,17 +48,17 @@ def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
 
-    second = desk(*asked, "--train.max_s", "1")
+    second = desk(*asked, "--train.end", "1s")
     out, err = second.communicate(timeout=200)
     assert second.returncode == 0, err
     assert "going on from the checkpoint of step" in err
-    assert "train.max_s: 1.00 s are over" in out
+    assert "train.end: 1s are over" in out
     (run,) = _runs(place)
     assert read_end(run)["stopped"]
     ((run_id, status),) = _query(place, "select run_uuid, status from runs")
     assert status == "FINISHED" and f"--resume {run_id}" in err
 
-    third = desk("--resume", run_id, "--train.max_s", "none")
+    third = desk("--resume", run_id, "--train.end", "none")
     out, err = third.communicate(timeout=200)
     assert third.returncode == 0, err
     assert _query(place, "select run_uuid, status from runs") == [(run_id, "FINISHED")]
@@ -112,15 +112,15 @@ def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
 
     removing = threading.Thread(target=remove, daemon=True)
     removing.start()
-    run = train({"train": {"epochs": 10_000, "max_s": 3}})
+    run = train({"train": {"epochs": 10_000, "end": "3s"}})
     removing.join(10)
     assert seen == [True], "while it was trained"
     assert [one.run_id for one in list_known_runs(place / ".headroom" / "runs")] == [run["run_id"]]
-    again = train(resume="latest", overrides={"train.max_s": 0.1})
+    again = train(resume="latest", overrides={"train.end": "0.1s"})
     assert again["run_id"] == run["run_id"] and again["metrics"]["train/epoch"] > 1
 
 
-KEYED = {"run": {"key": "night"}, "train": {"epochs": 60, "max_s": 0.05}}
+KEYED = {"run": {"key": "night"}, "train": {"epochs": 60, "end": "0.05s"}}
 
 
 def _execute(place: Path, *texts: str) -> None:
@@ -259,7 +259,7 @@ def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) ->
     )
     for end, goes_on in (
         ({"status": "KILLED"}, True),
-        ({"status": "FINISHED", "stopped": "train.until: it is 06:30"}, True),
+        ({"status": "FINISHED", "stopped": "train.end: it is 06:30"}, True),
         ({"status": "FINISHED", "stopped": ""}, False),
     ):
         write_end(newest, end)

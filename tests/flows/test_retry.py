@@ -20,6 +20,7 @@ from headroom.base.event_log import LOG, read_end
 from headroom.base.facts import DeviceFacts
 from headroom.device.detection import TemporaryDeviceError
 from headroom.prefect_flows import flow_run
+from headroom.run import resume
 from headroom.run.failures import Failure
 from headroom.run.known_runs import RunStart, read_start
 from headroom.run.resume import find_failed_start, make_retry_tags, plan_retry
@@ -32,6 +33,10 @@ SICK = """
 import os
 from pathlib import Path
 import torch
+
+from headroom.run import resume
+
+resume.FIRST_RETRY_S = SECONDS
 
 class Net(torch.nn.Sequential):
     def __init__(self, input_shape, outputs, times=1, at=100):
@@ -58,9 +63,16 @@ def _query(place: Path, text: str) -> list[tuple[Any, ...]]:
 @pytest.fixture
 def sick(desk: Desk, place: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts a training whose model raises a sticky error."""
-    (place / "sick.py").write_text(SICK)
 
-    def start(*words: str, times: int = 1, at: int = 100, **how: Any) -> subprocess.Popen[str]:
+    def start(
+        *words: str,
+        times: int = 1,
+        at: int = 100,
+        wait_s: float = 0.1,
+        text: str = SICK,
+        **how: Any,
+    ) -> subprocess.Popen[str]:
+        (place / "sick.py").write_text(text.replace("SECONDS", str(wait_s)))
         args = f"{{times: {times}, at: {at}}}"
         return desk("--model.name", "sick:Net", "--model.args", args, *words, **how)
 
@@ -71,8 +83,8 @@ def test_a_lost_device_is_cured_by_a_new_process_and_nobody_can_tell_from_the_se
     sick: Desk, place: Path
 ) -> None:
     (place / "mine.yaml").write_text("train: {epochs: 20}\noptim: {lr: 0.01}\n")
-    words = ("--config", "mine.yaml", "--checkpoint.every_steps", "20", "--run.retry_wait_s", "2")
-    process = sick(*words, "--train.log_every", "5", cold=True)
+    words = ("--config", "mine.yaml", "--checkpoint.every", "20steps")
+    process = sick(*words, "--train.log_every", "5", wait_s=2.0, cold=True)
     while not (place / "attempts").exists():
         assert process.poll() is None
         time.sleep(0.1)
@@ -104,7 +116,7 @@ def test_what_fails_always_ends_after_its_retries_and_says_what_it_is(
     sick: Desk, place: Path
 ) -> None:
     """Without a checkpoint it begins anew, as a run of its own that names the one before."""
-    process = sick("--checkpoint.every_s", "none", "--run.retry_wait_s", "0.1", times=9, at=30)
+    process = sick("--checkpoint.every", "none", times=9, at=30)
     _, err = process.communicate(timeout=400)
     assert process.returncode == 1, err
     assert "retry 1 of 2 begins" in err and "retry 2 of 2 begins" in err
@@ -123,7 +135,7 @@ def test_what_fails_always_ends_after_its_retries_and_says_what_it_is(
 
 
 def test_ctrl_c_ends_the_wait(sick: Desk, place: Path) -> None:
-    process = sick("--run.retry_wait_s", "600", cold=True, at=5)
+    process = sick(wait_s=600.0, cold=True, at=5)
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
     assert any("retry 1 of 2 begins in 10 min" in line for line in lines)
@@ -142,8 +154,7 @@ def test_ctrl_c_ends_the_wait(sick: Desk, place: Path) -> None:
 
 
 def test_a_mistake_of_the_users_is_not_tried_again(sick: Desk, place: Path) -> None:
-    (place / "sick.py").write_text(SICK.replace("unspecified launch failure", "no kernel image"))
-    process = sick("--run.retry_wait_s", "0")
+    process = sick(text=SICK.replace("unspecified launch failure", "no kernel image"))
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1 and "retry" not in err, err
     assert _query(place, "select value from tags where key = 'failure'") == [("user_code",)]
@@ -161,16 +172,16 @@ def _run(folder: Path, start: RunStart, step: int = 0) -> Path:
 
 
 def test_the_wait_doubles_and_progress_begins_the_count_anew(tmp_path: Path) -> None:
-    config = RunConfig(run=RunSettings(retries=9, retry_wait_s=100))
+    config = RunConfig(run=RunSettings(retries=9))
     folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=40)
     waits = []
-    for number in range(1, 6):
+    for number in range(1, 8):
         retry = plan_retry(folder, LOST, config)
         assert retry is not None and (retry.number, retry.step) == (number, 40)
         waits.append(round(retry.at - time.time(), -1))
-    assert waits == [100, 200, 400, 600, 600]
+    assert waits == [30, 60, 120, 240, 480, 600, 600]
     found = read_start(folder)
-    assert found is not None and (found.retries, found.after) == (5, "device_lost")
+    assert found is not None and (found.retries, found.after) == (7, "device_lost")
     retry = plan_retry(_run(folder, found, step=41), LOST, config)
     assert retry is not None and retry.number == 1
 
@@ -213,15 +224,19 @@ def test_what_cannot_be_counted_is_not_tried_again(tmp_path: Path) -> None:
     assert plan_retry(folder, LOST, RunConfig()) is None
 
 
-def test_no_retry_begins_after_train_until(tmp_path: Path) -> None:
-    """06:30 would be that of the next day by then."""
-    folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=7)
+def test_no_retry_begins_after_train_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """06:30 would be that of the next day by then. Of a time that is counted each start has all."""
     soon = datetime.now() + timedelta(minutes=2)
-    config = RunConfig(train=TrainConfig(until=soon.strftime("%H:%M")))
-    assert plan_retry(folder, LOST, config) is not None
-    late = config.model_copy(update={"run": RunSettings(retry_wait_s=180)})
-    assert plan_retry(folder, LOST, late) is None
-    assert plan_retry(folder, LOST, RunConfig(train=TrainConfig(until="2020-01-31 06:30"))) is None
+    for wait_s, end, is_planned in (
+        (30.0, soon.strftime("%H:%M"), True),
+        (180.0, soon.strftime("%H:%M"), False),
+        (30.0, "2020-01-31 06:30", False),
+        (180.0, "2min", True),
+    ):
+        folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=7)
+        monkeypatch.setattr(resume, "FIRST_RETRY_S", wait_s)
+        planned = plan_retry(folder, LOST, RunConfig(train=TrainConfig(end=end)))
+        assert (planned is not None) == is_planned, end
 
 
 @pytest.mark.parametrize(
@@ -254,8 +269,9 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
         ("run.retries", "often", "run.retries: must be a valid integer (got 'often')"),
         (
             "run.retry_wait_s",
-            "601",
-            "run.retry_wait_s: must be less than or equal to 600 (got 601)",
+            "60",
+            "run.retry_wait_s: is no setting any more; give run.retries alone: the wait is half a "
+            "minute, then twice as long",
         ),
     ],
 )

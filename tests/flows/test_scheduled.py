@@ -39,7 +39,7 @@ DEPLOYMENTS = [
     for name in ("prefect.yaml", "prefect-team.yaml")
     for deployment in YAML(typ="safe").load(ROOT / name)["deployments"]
 ]
-JOURNAL = "*/metrics.jsonl"
+JOURNAL = "*/events.jsonl"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 
@@ -374,7 +374,7 @@ def test_a_worker_starts_again_what_a_new_process_cures_and_it_goes_on_by_itself
 ) -> None:
     """The flow run has no key. A worker with a limit dies of one that is scheduled too soon."""
     (service.project / "sick.py").write_text(SICK)
-    overrides = {"model.name": "sick:Net", "run.retry_wait_s": 1, "checkpoint.every_steps": 20}
+    overrides = {"model.name": "sick:Net", "checkpoint.every": "20steps"}
     asked = {**overrides, "train.epochs": 60}
     flow_run = service.flow_run("train-on-demand", asked, warm=True)
     wait_for(lambda: ended(service, flow_run), service, timeout_s=400)

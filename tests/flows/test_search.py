@@ -41,7 +41,7 @@ def _until(process: subprocess.Popen[str], words: str) -> None:
 def test_a_search_comes_to_its_end_whatever_comes_between(compare: Start, place: Path) -> None:
     (place / "own.py").write_text(MODEL)
     words = ("--model.name=own:Net", "--search", "grid", "--train.epochs=6", "--optim.lr=0.01")
-    words = (*words, "--vary", "model.args.how=slow,good,poor,fails", "--checkpoint.every_s=none")
+    words = (*words, "--vary", "model.args.how=slow,good,poor,fails", "--checkpoint.every=none")
     process = compare(*words)
     _until(process, "1/4 model.args.how=slow: begins")
     process.kill()

@@ -190,7 +190,7 @@ def test_what_is_left_of_runs_holds_no_secret_of_a_well_known_service(place: Pat
     secrets = {**VARIABLES, **SETTINGS, "data.args.store": "pq7marker-nested-key"}
     secrets |= {text[:30]: secret for text, secret in TEXTS}
     settings = {"data.source": "leaky:rows", "model.name": "leaky:Net", "train.epochs": 2}
-    settings |= {"checkpoint.every_steps": 1, **SETTINGS, **PLAIN_SETTINGS}
+    settings |= {"checkpoint.every": "1steps", **SETTINGS, **PLAIN_SETTINGS}
     with tempfile.TemporaryDirectory() as theirs:
         Path(theirs, "leaky.py").write_text(LEAKY.replace('open("', f'open("{theirs}/'))
         Path(theirs, "said.txt").write_bytes(said.encode())
@@ -292,7 +292,7 @@ def test_a_run_with_secrets_inside_its_values_leaves_none_and_is_gone_on_with(pl
 
         again = [f"--{name}={value}" for name, value in ARGUMENTS.items()]
         first = ["--data.source=nightly:rows", "--model.name=nightly:Net", "--train.epochs=2"]
-        first += [*again, "--checkpoint.every_steps=1"]
+        first += [*again, "--checkpoint.every=1steps"]
         done = train(*first)
         assert done.returncode == 0, done.stderr
         bare = train("--resume=latest", "--train.epochs=3")

@@ -116,7 +116,7 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert "[-1, 1, 8, 8]" in trained.dataset.schema
 
     files = {f.path for f in client.list_artifacts(made["run_id"])}
-    wanted = {"report.html", "config.yaml", "environment.txt", "device.json", "metrics.jsonl"}
+    wanted = {"report.html", "config.yaml", "environment.txt", "device.json", "events.jsonl"}
     assert wanted | {"plots"} <= files
     plots = {f.path for f in client.list_artifacts(made["run_id"], "plots")}
     assert {"plots/loss.png", "plots/time.png", "plots/memory.png"} <= plots

@@ -71,7 +71,7 @@ def test_a_host_is_lost_and_the_other_goes_on_in_the_same_run(
         command = [
             *(*hosts(n), PYTHON, "-m", "flows.train", "--launch.nodes", f"{NET}.1,{NET}.2"),
             *("--model.name", "cnn", "--train.epochs", "40", "--train.keep", "last"),
-            *("--checkpoint.every_steps", "40"),
+            *("--checkpoint.every", "40steps"),
         ]
         with (place / f"host-{n}.log").open("w") as log:
             started.append(

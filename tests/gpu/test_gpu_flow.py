@@ -70,7 +70,7 @@ MAY_BE_ZERO = {
         ),  # a host's
     ),
 }
-FILES = {"report.html", "plots", "config.yaml", "environment.txt", "device.json", "metrics.jsonl"}
+FILES = {"report.html", "plots", "config.yaml", "environment.txt", "device.json", "events.jsonl"}
 
 
 @pytest.fixture(scope="module")

@@ -179,7 +179,7 @@ CASES: dict[str, dict[str, Any]] = {
     "table with text, gaps and few of a class": {
         "data": {"path": "csv", "args": {"missing": "mean"}},
         "model": {"name": "linear"},
-        "train": {"class_weights": "balanced"},
+        "train": {"loss_args": {"class_weights": "balanced"}},
         "optim": {"name": "adamw", "lr": 0.01},
     },
     "regression": {"data": {"path": "parquet", "args": {"missing": "drop"}}, "model": MLP},

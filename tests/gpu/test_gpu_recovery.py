@@ -271,7 +271,7 @@ def test_a_host_without_memory_to_pin_copies_by_other_memory(
 ) -> None:
     """A checkpoint ended the training with "make the model smaller"; so did the first batch."""
     monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", share)
-    expected = _train(tmp_path / "one", checkpoint={"every_steps": 2})
+    expected = _train(tmp_path / "one", checkpoint={"every": "2steps"})
     refused = []
 
     def made(real: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_a_host_without_memory_to_pin_copies_by_other_memory(
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, partial(made, getattr(torch, name)))
     with _as_if_nothing_had_happened(expected) as done:
-        done.append(_train(tmp_path / "two", checkpoint={"every_steps": 2}))
+        done.append(_train(tmp_path / "two", checkpoint={"every": "2steps"}))
     assert refused and done[0].tags["data.residency"] == ("device" if share else "host")
     saved = [sorted(p.name for p in (tmp_path / n).rglob("*.pt")) for n in ("one", "two")]
     assert saved[0] == saved[1]

@@ -28,7 +28,11 @@ WAYS: dict[str, dict[str, Any]] = {
             "schedule": "plateau",
             "schedule_args": {"patience": 0},
         },
-        "train": {"eval_every_steps": 7, "label_smoothing": 0.1, "best_metric": "val/accuracy"},
+        "train": {
+            "eval_every_steps": 7,
+            "loss_args": {"label_smoothing": 0.1},
+            "best_metric": "val/accuracy",
+        },
     },
 }
 

@@ -47,10 +47,10 @@ class Net(torch.nn.Sequential):
 def test_a_poisoned_context_is_left_behind_with_its_process(desk: Desk, place: Path) -> None:
     (place / "sick.py").write_text(SICK)
     words = ("--model.name", "sick:Net", "--device.name", "cuda", "--train.epochs", "20")
-    process = desk(*words, "--checkpoint.every_steps", "20", "--run.retry_wait_s", "1")
+    process = desk(*words, "--checkpoint.every", "20steps")
     _, err = process.communicate(timeout=230)
     assert process.returncode == 0, err
-    assert "answers nothing but errors" in err and "retry 1 of 2 begins in 1.00 s, from step" in err
+    assert "answers nothing but errors" in err and "retry 1 of 2 begins in 30.0 s, from step" in err
     assert _ask(place, "SELECT status FROM runs") == [("FINISHED",)]
     tags = dict(_ask(place, "SELECT key, value FROM tags"))
     assert tags["retries"] == "1 of 2 after device_lost" and tags["device"] == "cuda:0"

@@ -108,7 +108,7 @@ def _train(
             "data": {"cache": str(folder / "data")},
             "model": {"name": "agents_own:Linear", "args": {"fault": fault}},
             "train": {"epochs": epochs, "parallel": parallel},
-            "checkpoint": {"every_steps": 10, "every_s": None},
+            "checkpoint": {"every": "10steps"},
             "launch": {"timeout_s": timeout_s},
         }
     )

@@ -233,7 +233,7 @@ def _checkpoints(run: _Run, folder: Path, *, resumes: bool = False) -> Checkpoin
     """As a training has them, after every step if nothing is being written."""
     return Checkpoints(
         folder / "kept",
-        CheckpointConfig(every_s=1e-3),
+        CheckpointConfig(every="0.001s"),
         HostCopies(CPU),
         about={"settings": {}, "data": "", "device": "cpu", "torch": ""},
         resumes=resumes,

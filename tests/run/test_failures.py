@@ -90,7 +90,7 @@ CASES = {
         "",
     ),
     "full": (_caught(JournalError("runs: can't be written"), FULL), "disk_full", "never"),
-    "no room for a checkpoint": (NoRoom("checkpoint.every_s: 2 GiB"), "disk_full", "never"),
+    "no room for a checkpoint": (NoRoom("checkpoint.every: 2 GiB"), "disk_full", "never"),
     "quota": (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "disk_full", "never"),
     "rust": (
         RuntimeError('IoError(Os { message: "No space left on device" })'),

@@ -35,7 +35,7 @@ def _folder(runs: Path, place: str = "20260101-000000-a", **start: Any) -> Path:
 
 
 def _log(folder: Path, *points: tuple[float, int, dict[str, float]]) -> None:
-    with open(folder / "metrics.jsonl", "ab") as journal:
+    with open(folder / "events.jsonl", "ab") as journal:
         for at_s, step, metrics in points:
             journal.write(make_line(metrics, step, unix_ms=round(at_s * 1000)))
 
@@ -62,7 +62,7 @@ def test_what_is_left_follows_from_the_pace_since_it_began_or_went_on(tmp_path: 
 def test_of_a_journal_of_gigabytes_only_the_ends_are_read(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     _log(folder, (1.0, 1, {PEAK: 7.0}))
-    with open(folder / "metrics.jsonl", "r+b") as journal:
+    with open(folder / "events.jsonl", "r+b") as journal:
         journal.truncate(5 << 30)  # a hole, which costs no disk
     _log(folder, (2.0, 9, {LOSS: 1.0}), (3.0, 10, {LOSS: 0.5}))
     began = time.process_time()
@@ -110,7 +110,7 @@ def test_how_a_run_ended_its_folder_says(tmp_path: Path) -> None:
     write_end(folder, end)
     run = _one(tmp_path)
     assert (run.state, run.reason, run.device) == ("FAILED", "it broke", "cuda:1")
-    stopped = {"status": "FINISHED", "stopped": "train.max_s: 2 s are over"}
+    stopped = {"status": "FINISHED", "stopped": "train.end: 2s are over"}
     write_end(folder, stopped)
     assert _one(tmp_path).resume and _one(tmp_path).reason == stopped["stopped"]
     write_end(folder, {**stopped, "stopped": ""})

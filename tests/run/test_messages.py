@@ -173,7 +173,7 @@ def test_how_a_run_ended_is_one_sentence() -> None:
     )
     killed = Failure("signal", "interrupted", "KILLED")
     assert describe_end({}, killed, "") == "was ended: interrupted"
-    assert describe_end({}, None, "train.max_s: 2 s are over").startswith("has ended: train.max_s")
+    assert describe_end({}, None, "train.end: 2s are over").startswith("has ended: train.end")
     assert describe_end({}, None, "") == "has finished"
     run = {
         "name": "one",

@@ -130,7 +130,7 @@ def test_a_server_that_does_not_answer_is_told_and_the_rest_is_done(
     assert not old.exists() and "removed" in said.out
 
 
-@pytest.mark.parametrize("text", ["", "30", "0d", "-3d", "3x", "1e3d", "d"])
+@pytest.mark.parametrize("text", ["", "30", "0d", "-3d", "3x", "1e3d", "d", "90m", "1d "])
 def test_an_age_is_a_number_and_a_unit(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="^--older-than: must be a time such as 12h, 30d"):
         parse_age_s(text)

@@ -42,6 +42,11 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
     for before, name in zip(ascii_letters, ascii_letters[1:], strict=False)
 )
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+END = (
+    "must be how long, such as 6h, 45min or 90s, or a time of the clock in quotes, such as 06:30 "
+    "or 2030-01-31 06:30"
+)
+EVERY = "must be how long, such as 5min or 90s, or how many steps, such as 500steps, or none"
 DEVICE = "must be auto, gpu, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu"
 
 # What stands in the file, and the whole of what is said about it, without the file's name.
@@ -72,6 +77,15 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ("train: {epochs: 0}", ":1 train.epochs: must be greater than or equal to 1 (got 0)"),
     ("train: {epochs: -1}", ":1 train.epochs: must be greater than or equal to 1 (got -1)"),
     ("train: {epochs: true}", ":1 train.epochs: must be a valid integer (got true)"),
+    ("train: {end: 990}", f":1 train.end: {END} (got 990)"),  # of 16:30, by YAML 1.1
+    ("train: {end: '6 hours'}", f":1 train.end: {END} (got '6 hours')"),
+    ("train: {end: '6:30'}", f":1 train.end: {END} (got '6:30')"),
+    ("train: {end: 0s}", f":1 train.end: {END} (got '0s')"),
+    ("train: {end: 9999999999s}", f":1 train.end: {END} (got '9999999999s')"),
+    ("train: {end: true}", f":1 train.end: {END} (got true)"),
+    ("checkpoint: {every: 300}", f":1 checkpoint.every: {EVERY} (got 300)"),
+    ("checkpoint: {every: 0steps}", f":1 checkpoint.every: {EVERY} (got '0steps')"),
+    ("checkpoint: {every: 0.5steps}", f":1 checkpoint.every: {EVERY} (got '0.5steps')"),
     ("train: {epochs: 2.5}", ":1 train.epochs: must be a valid integer (got 2.5)"),
     ("train: {epochs: 1e3}", ":1 train.epochs: must be a valid integer (got 1000.0)"),
     (
@@ -196,7 +210,7 @@ def _said(file: str | None, flags: dict[str, Any] | None = None) -> tuple[str, .
 
 
 def test_no_row_of_the_table_was_lost() -> None:
-    assert len(TEXTS) == 88
+    assert len(TEXTS) == 97
 
 
 @pytest.mark.parametrize("text, said", TEXTS, ids=[repr(t)[:40] for t, _ in TEXTS])
@@ -685,6 +699,19 @@ def test_params_are_what_was_set_or_decided() -> None:
             "optim.schedule_args.gamma: cosine takes min_lr_fraction, and none of this name",
         ),
         (
+            {"train": {"loss": "bce", "loss_args": {"label_smoothing": 0.1}}},
+            "train.loss_args.label_smoothing: bce takes no arguments",
+        ),
+        (
+            {"train.loss_args.smoothing": 0.1},
+            "train.loss_args.smoothing: cross_entropy takes label_smoothing, class_weights, and "
+            "none of this name; did you mean label_smoothing?",
+        ),
+        (
+            {"train.loss_args.label_smoothing": 1},
+            "train.loss_args.label_smoothing: must be less than 1 (got 1)",
+        ),
+        (
             {"optim": {"schedule": "constant", "schedule_args": {"gamma": 0.5}}},
             "optim.schedule_args.gamma: constant takes no arguments",
         ),
@@ -705,6 +732,33 @@ def test_a_setting_that_moved_is_refused_with_its_new_home(name: str) -> None:
     assert str(caught.value) == f"{name}: is no setting any more; give {MOVED[name]}"
     homes = re.findall(r"[a-z]+\.[a-z_.]+[a-z]", MOVED[name])
     assert homes and {*homes} <= {*RunConfig().flat(), *list_arguments()}
+
+
+@pytest.mark.parametrize(
+    ("text", "after_s", "clock"),
+    [
+        *(("90s", 90, None), ("45min", 2700, None), ("6h", 21600, None), ("1.5d", 129600, None)),
+        *(("1h30min", 5400, None), ("06:30", None, "06:30"), ("none", None, None)),
+        ("2030-01-31 06:30", None, "2030-01-31 06:30"),
+    ],
+)
+def test_a_training_ends_after_so_long_or_by_the_clock(
+    text: str, after_s: float | None, clock: str | None
+) -> None:
+    train = resolve_config(None, {"train.end": text}).train
+    assert (train.end_after_s, train.end_clock) == (after_s, clock)
+
+
+@pytest.mark.parametrize(
+    ("text", "every_s", "every_steps"),
+    [("5min", 300, None), ("500steps", None, 500), ("1 step", None, 1), ("none", None, None)],
+)
+def test_checkpoints_come_by_time_or_by_steps(
+    text: str, every_s: float | None, every_steps: int | None
+) -> None:
+    checkpoint = resolve_config(None, {"checkpoint.every": text}).checkpoint
+    assert (checkpoint.every_s, checkpoint.every_steps) == (every_s, every_steps)
+    assert checkpoint.is_on == (text != "none")
 
 
 def test_an_argument_is_a_flag_a_param_and_a_name_to_search_over() -> None:

@@ -3,8 +3,17 @@
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
+from headroom.tracking import orphaned_runs
+from headroom.tracking.orphaned_runs import LeftRun
 from headroom.tracking.tracking_settings import TrackingSettings
+
+
+def send_left(client: MlflowClient, where: TrackingSettings, *, does: bool = True) -> list[LeftRun]:
+    """Send what runs of this host have left, as a run does at its end."""
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    return [*orphaned_runs.send_left_runs(client, where, ids, does=does)]
 
 
 @pytest.fixture

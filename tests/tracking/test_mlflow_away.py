@@ -36,6 +36,7 @@ from headroom.tracking.run_sender import Sender, SendingState
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.training.kept_steps import list_steps
 from tests.conftest import desk_environment, write_end
+from tests.tracking.conftest import send_left
 
 DATA = {
     "context": "training",
@@ -167,13 +168,13 @@ def test_a_run_that_mlflow_never_knew_goes_on_and_is_made_once_by_hand_or_by_the
         assert process.returncode == 0, err
         return out, err
 
-    out, err = trained("--train.max_s", "0.001", "--run.key", "night", "--train.epochs", "2")
+    out, err = trained("--train.end", "0.001s", "--run.key", "night", "--train.epochs", "2")
     (folder,) = [f.parent for f in (place / ".headroom" / "runs").glob("*/start.json")]
     assert f"{server.uri} is away (Connection refused); the run is kept in {folder}" in err
     assert f"python -m headroom.tracking.mlflow_sender {folder}" in err
     assert "Open" not in out and "Release" in out and "Traceback" not in err
     assert f"go on with `python -m flows.train --resume {folder.name}`" in err
-    trained("--resume", folder.name, "--train.max_s", "none")
+    trained("--resume", folder.name, "--train.end", "none")
     trained("--run.key", "night", "--train.epochs", "2")  # that is done: another one
     other = max(f.parent for f in (place / ".headroom" / "runs").glob("*/start.json"))
     assert other != folder
@@ -327,9 +328,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        for left in orphaned_runs.find_dead_runs(session.client, where, [session.experiment_id]):
-            orphaned_runs.resend(left)
-        orphaned_runs.send_unsent_runs(session.client, where)
+        send_left(session.client, where)
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
@@ -342,7 +341,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     # Whoever comes then makes none either, nor where nobody knows how far it was sent.
     orphaned_runs.begin_run(session.client, where, folder)
     (folder / "sent.json").write_text("{")
-    assert orphaned_runs.resend(Sender(session.client, where, folder, SendingState("", "")))
+    assert orphaned_runs.send_rest(Sender(session.client, where, folder, SendingState("", "")))
     assert len(_all(session.client)) == 1
 
 
@@ -366,7 +365,7 @@ def test_a_resumed_run_that_mlflow_has_is_told_of_its_end_later(tmp_path: Path) 
     client = MlflowClient(where.tracking_uri)
     with open(folder / SENDING_LOCK) as lock:  # its sending process lets it go
         flock(lock, LOCK_EX)
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     (run,) = _all(client)
     assert _steps(client, run) == [1, 2] and run.data.tags["resumed"] == "1"
     assert (

@@ -189,7 +189,7 @@ def test_a_step_that_is_logged_late_has_the_time_when_it_was_taken(tmp_path: Pat
         for step, age_s in ((1, 60.0), (2, 40.0), (3, 50.0), (4, 0.0)):
             journal.log({"train/loss": 0.5}, step, age_s=age_s)
         journal.close(_run())
-    lines = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs" / "one" / "events.jsonl").read_text().splitlines()
     times = [json.loads(line)["t"] for line in lines if '"metrics"' in line][:4]
     assert times[1] - times[0] == pytest.approx(20_000, abs=2_000)
     assert times[2] == times[1], "it never goes back"
@@ -254,7 +254,7 @@ def test_a_run_is_kept_whole(tmp_path: Path) -> None:
     assert "train/grad_norm" not in run.data.metrics  # MLflow would make 1.797e308 of it
     assert math.isnan(run.data.metrics["val/loss"])
     files = {f.path for f in client.list_artifacts(journal.run_id)}
-    assert {"metrics.jsonl", "config.yaml", "environment.txt", "report.html"} <= files
+    assert {"events.jsonl", "config.yaml", "environment.txt", "report.html"} <= files
 
 
 DIES = """
@@ -369,8 +369,8 @@ def test_a_run_that_was_left_is_looked_at_anew_when_it_is_its_turn(
     client, experiment_id = mlflow_store.open_experiment(where)
     gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
     ids = {client.create_run(experiment_id, tags=gone).info.run_id for _ in range(2)}
-    left = orphaned_runs.find_dead_runs(client, where, [experiment_id])
-    (other,) = ids - {next(left).state.run_id}
+    left = orphaned_runs.send_left_runs(client, where, [experiment_id])
+    (other,) = ids - {next(left).run_id}
     if is_again:
         began_at = str(psutil.Process().create_time())
         for name, value in {"pid": str(os.getpid()), "process.started_at": began_at}.items():
@@ -519,7 +519,7 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> Non
         def write(self, data: bytes) -> int:
             return super().write(data[:7] if room else data)
 
-    file, room = Full(tmp_path / "metrics.jsonl", "ab"), []
+    file, room = Full(tmp_path / "events.jsonl", "ab"), []
     append_line(file, b'{"step": 1}\n')
     room.append(True)
     with pytest.raises(OSError, match="No space left"):
@@ -527,7 +527,7 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> Non
     room.clear()
     append_line(file, b'{"step": 3}\n')
     file.close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
 
 
 @pytest.mark.parametrize("when", ["in mid-run", "at the end"])
@@ -669,7 +669,7 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(
     assert client.get_run(journal.run_id).info.status == "FINISHED"
     losses = client.get_metric_history(journal.run_id, "train/loss")
     assert [m.step for m in losses] == list(range(1, 21))
-    assert "metrics.jsonl" in {f.path for f in client.list_artifacts(journal.run_id)}
+    assert "events.jsonl" in {f.path for f in client.list_artifacts(journal.run_id)}
 
 
 # As in a database that is no file here: MLflow makes its tables itself.

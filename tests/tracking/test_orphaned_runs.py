@@ -22,6 +22,7 @@ from mlflow.exceptions import MlflowException
 from headroom.base.event_log import (
     LOG,
     SENDING_LOCK,
+    append_event,
     is_sent,
     make_event,
     make_line,
@@ -33,6 +34,7 @@ from headroom.tracking import orphaned_runs, run_sender
 from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import TrackingSettings
+from tests.tracking.conftest import send_left
 from tests.tracking.test_model_sender import SPECS
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -99,7 +101,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingS
 
 def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
     client, run_id, _ = _left(where, "elsewhere")
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     assert client.get_run(run_id).data.metrics == {}
 
 
@@ -109,7 +111,7 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
     with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
-        orphaned_runs.send_unsent_runs(client, where)
+        send_left(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 1
         assert "not sent: another process is sending it" in done.stderr
@@ -126,7 +128,7 @@ def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings
     lines = (folder / LOG).read_bytes().splitlines(keepends=True)
     assert lines[-1].startswith(b'{"end":')
     (folder / LOG).write_bytes(b"".join(lines[:-1]))
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
 
@@ -149,7 +151,7 @@ def test_a_process_that_died_before_mlflow_was_told_has_a_run_all_the_same(
     """Its folder says how it began; who sends it says how it ended, when it was last heard of."""
     folder, client = _begun(where), open_experiment(where)[0]
     RunStart("", "", "n").write(folder)
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     experiment = client.get_experiment_by_name("begun")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
@@ -172,7 +174,7 @@ def test_tags_of_a_process_that_died_are_those_that_it_told_last(where: Tracking
         if text == "one":
             sender.flush()
             assert client.get_run(sender.state.run_id).data.tags["alerts"] == "one"
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     run = client.get_run(sender.state.run_id)
     assert (run.info.status, run.data.tags["alerts"]) == ("KILLED", "one\ntwo")
     assert read_end(folder)["tags"]["alerts"] == "one\ntwo"
@@ -187,11 +189,25 @@ def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> 
     before = (folder / LOG).read_bytes()
     gone = {"host": socket.gethostname(), "pid": "4194304", "journal": folder.name}
     run_id = client.create_run(experiment_id, tags=gone).info.run_id
-    (dead,) = orphaned_runs.find_dead_runs(client, where, [experiment_id])
-    assert dead.folder == folder and not orphaned_runs.resend(dead)
-    orphaned_runs.send_unsent_runs(client, where)
+    dead = run_sender.Sender(client, where, folder, run_sender.SendingState(run_id, experiment_id))
+    assert not orphaned_runs.send_rest(dead)
+    assert send_left(client, where) == send_left(client, where, does=False) == []
     assert (folder / LOG).read_bytes() == before
     assert client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_what_has_ended_is_sent_while_its_process_lives(where: TrackingSettings) -> None:
+    """A notebook whose account had ended while MLflow was away was sent when its kernel went."""
+    client = open_experiment(where)[0]
+    me = {"pid": str(os.getpid()), "process.started_at": str(psutil.Process().create_time())}
+    folder = _begun(where, **me)
+    assert send_left(client, where) == []
+    append_event(folder, make_event("end", END, unix_ms=9))
+    (found,) = send_left(client, where, does=False)
+    assert (found.verb, found.name, found.run_id) == ("send", "n", "") and not is_sent(folder)
+    (sent,) = send_left(client, where)
+    assert (sent.verb, sent.problem) == ("send", "") and is_sent(folder)
+    assert send_left(client, where) == []
 
 
 def test_who_still_sends_a_part_leaves_the_next_to_its_own_sender(where: TrackingSettings) -> None:
@@ -205,7 +221,7 @@ def test_who_still_sends_a_part_leaves_the_next_to_its_own_sender(where: Trackin
     sender.close(END)
     assert sender.state.offset == len(log + part) and not is_sent(folder)
     assert client.get_run(sender.state.run_id).data.metrics["train/loss"] == 0.5
-    orphaned_runs.send_unsent_runs(client, where)
+    send_left(client, where)
     run = client.get_run(sender.state.run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("KILLED", 9.0)
     assert is_sent(folder)
@@ -250,7 +266,10 @@ def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: TrackingSettin
         folder = Path(where.runs) / name
         folder.mkdir(parents=True)
         (folder / "sent.json").write_text(text)
-    orphaned_runs.send_unsent_runs(client, where)
+        (folder / LOG).write_bytes(make_line({"train/loss": 0.5}, 1, unix_ms=8))  # without a begin
+    found = send_left(client, where)
+    assert [left.name for left in found] == ["a", "b", "c"]
+    assert all("MLflow has no run of this journal" in left.problem for left in found)
     with pytest.raises(MlflowException):
         client.get_run("0")
 
@@ -265,9 +284,9 @@ def _cut(folder: Path) -> None:
 
 
 def _odd_line(folder: Path) -> None:
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"metrics", b"metrisc")
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    (folder / "events.jsonl").write_bytes(b"".join(lines))
 
 
 def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
@@ -284,15 +303,15 @@ def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
         folder.mkdir(parents=True)
         ids = {"experiment_id": experiment_id, "folder": folder}
         sender = run_sender.create_run(client, where, **ids, name=name, params={}, tags=dead)
-        (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+        (folder / "events.jsonl").write_bytes(b"".join(lines[:2]))
         sender.flush()
-        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+        (folder / "events.jsonl").write_bytes(b"".join(lines))
         return sender.state.run_id, folder
 
     other, _ = died("other")
     damages: dict[str, Callable[[Path], None]] = {
         "a line": _odd_line,
-        "half a line": lambda f: os.truncate(f / "metrics.jsonl", len(b"".join(lines)) - 9),
+        "half a line": lambda f: os.truncate(f / "events.jsonl", len(b"".join(lines)) - 9),
         "sent.json": _cut,
         "beyond the file": lambda f: _sent_json(f, offset=10**9),
         "into a line": lambda f: _sent_json(f, offset=len(lines[0]) + 9),

@@ -191,7 +191,7 @@ def test_a_training_is_whole_there_and_holds_no_password(database: Postgres, pla
     for table, column in (("tags", "value"), ("params", "value"), ("experiment_tags", "value")):
         held = f"SELECT count(*) FROM {table} WHERE {column} LIKE '%{database.password}%'"
         assert database.query(held) == [(0,)]
-    (journal,) = place.glob(".headroom/runs/*/metrics.jsonl")
+    (journal,) = place.glob(".headroom/runs/*/events.jsonl")
     kept = [(name, step) for name, points in read_series(journal).items() for step, _, _ in points]
     rows = database.query(
         "SELECT key, step, count(*) FROM metrics JOIN runs USING (run_uuid)"

@@ -39,7 +39,7 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     clock = [0.0]
     sender.pace = Throttle(now_s=lambda: clock[0], idle_s=lambda: 0.0)
     lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
-    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    (folder / "events.jsonl").write_bytes(b"".join(lines))
 
     def sent() -> int:
         return len(MlflowClient(where.tracking_uri).get_metric_history(run_id, "train/loss"))

@@ -18,6 +18,7 @@ from headroom.prefect.prefect_http import read_flow_run_ends
 from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.tracking import send_later
 from headroom.tracking.journal import Journal
+from headroom.tracking.left_folders import find_left_folders
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import write_end
 
@@ -85,13 +86,13 @@ def test_what_nobody_sends_is_found_and_what_somebody_does_is_left(tmp_path: Pat
     write_end(untold, END)  # it went on since
     locks = [FileLock(training / "training.lock"), FileLock(sending / "sending.lock")]
     assert all(lock.take() for lock in locks)
-    assert send_later.find_unsent_folders(tmp_path) == [left, untold] and whole.is_dir()
+    assert find_left_folders(tmp_path) == [left, untold] and whole.is_dir()
     assert send_later.is_needed(tmp_path)
     with FileLock(tmp_path / send_later.STAYS) as stays:
         assert stays.take() and not send_later.is_needed(tmp_path)
     for lock in locks:
         lock.close()
-    assert send_later.find_unsent_folders(tmp_path) == [left, training, sending, untold]
+    assert find_left_folders(tmp_path) == [left, training, sending, untold]
 
 
 def test_who_stays_is_taken_for_neither_the_flow_run_nor_a_part_of_a_service() -> None:

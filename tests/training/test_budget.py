@@ -42,14 +42,14 @@ def _utc(text: str) -> float:
         ("2026-06-01 20:00", "06:30", "2026-06-02 04:30"),
     ],
 )
-def test_until_is_the_next_time_that_the_clock_shows_it(now: str, until: str, end: str) -> None:
+def test_the_end_is_the_next_time_that_the_clock_shows_it(now: str, until: str, end: str) -> None:
     """In the hour that comes twice it had passed, an hour ago: the training ended at once."""
     assert compute_end_time(until, _utc(now)) == _utc(end)
 
 
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe"])
 @pytest.mark.parametrize("season", [3, 10])
-def test_until_is_where_a_clock_that_is_watched_reaches_it(
+def test_the_end_is_where_a_clock_that_is_watched_reaches_it(
     monkeypatch: pytest.MonkeyPatch, zone: str, season: int
 ) -> None:
     """At 03:10 in the night of spring 02:30 was yet to come, in 20 minutes; Lord Howe's clocks are
@@ -75,15 +75,15 @@ def test_until_is_where_a_clock_that_is_watched_reaches_it(
 
 
 @pytest.mark.parametrize(
-    ("until", "now"),
+    ("end", "now"),
     [
         ("2026-10-25 02:45", "2026-10-25 01:46"),
         ("2026-03-29 02:30", "2026-03-29 01:10"),
     ],
 )
-def test_a_date_that_has_passed_is_refused(until: str, now: str) -> None:
-    with pytest.raises(ConfigError, match=f"^train.until: {until} has passed"):
-        compute_end_time(until, _utc(now))
+def test_a_date_that_has_passed_is_refused(end: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"^train.end: {end} has passed"):
+        compute_end_time(end, _utc(now))
 
 
 def test_seconds_are_counted_though_the_clock_is_set() -> None:
@@ -91,15 +91,15 @@ def test_seconds_are_counted_though_the_clock_is_set() -> None:
     forward ended it at once."""
     passed_s, now_s = [100.0], [_utc("2026-06-01 20:00")]
     clocks = {"passed_s": lambda: passed_s[0], "now_s": lambda: now_s[0]}
-    budget = TimeBudget(TrainConfig(max_s=60, until="06:30"), lambda: None, **clocks)
+    counted = TimeBudget(TrainConfig(end="1min"), lambda: None, **clocks)
+    shown = TimeBudget(TrainConfig(end="06:30"), lambda: None, **clocks)
     for now_s[0] in (_utc("2026-06-01 19:00"), _utc("2026-06-02 03:00")):
-        assert budget() is None
-    assert budget.compute_left_s() == 60
+        assert counted() is None and shown() is None
+    assert counted.compute_left_s() == 60 and shown.compute_left_s() == 90 * 60
     assert TimeBudget(TrainConfig(), lambda: None).compute_left_s() == math.inf
     passed_s[0] += 60
-    stop = budget()
-    assert stop is not None and stop.reason == "train.max_s: 60.0 s are over"
-    passed_s[0] -= 60
+    stop = counted()
+    assert stop is not None and stop.reason == "train.end: 1min are over" and shown() is None
     now_s[0] = _utc("2026-06-02 04:30")
-    stop = budget()
-    assert stop is not None and stop.reason == "train.until: it is 06:30"
+    stop = shown()
+    assert stop is not None and stop.reason == "train.end: it is 06:30"

@@ -186,7 +186,7 @@ def _checkpoints(
 
 def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
     clock = [0.0]
-    made = _checkpoints(tmp_path, clock, every_steps=1, every_s=None, keep=2)
+    made = _checkpoints(tmp_path, clock, every="1step", keep=2)
     for step in range(1, 7):
         clock[0] += 1
         if step == 3:
@@ -203,7 +203,7 @@ def test_the_first_best_epoch_is_kept_where_a_checkpoint_of_its_size_costs_littl
 ) -> None:
     """On an H100 one of 1.5 GB after each epoch of 3 s took a quarter of the training's time."""
     clock = [0.0]
-    made = _checkpoints(tmp_path, clock, size_bytes=size_bytes, every_s=1000)
+    made = _checkpoints(tmp_path, clock, size_bytes=size_bytes, every="1000s")
     for step, now_s in [(1, 2.0), (200, 300.0)]:
         clock[0] = now_s
         made.end_epoch(_Training(step), is_best=not list_steps(tmp_path))
@@ -213,7 +213,7 @@ def test_the_first_best_epoch_is_kept_where_a_checkpoint_of_its_size_costs_littl
 
 def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> None:
     clock = [0.0]
-    made = _checkpoints(tmp_path, clock, every_s=30, keep=9)
+    made = _checkpoints(tmp_path, clock, every="30s", keep=9)
     for step in range(1, 101):
         clock[0] = float(step)
         made.end_step(_Training(step))
@@ -230,7 +230,7 @@ def test_what_the_writer_tells_belongs_to_the_run_that_it_writes_for(
     monkeypatch.setattr(
         checkpoint_files, "write_checkpoint", lambda *_, **__: seen.append(run.get())
     )
-    _checkpoints(tmp_path, [0.0], every_steps=1).save(_Training(1), last=True)
+    _checkpoints(tmp_path, [0.0], every="1step").save(_Training(1), last=True)
     assert seen == ["mine"]
 
 
@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [0.0]
-    made = _checkpoints(tmp_path, clock, every_steps=1, every_s=None)
+    made = _checkpoints(tmp_path, clock, every="1step")
     made.save(_Training(1), last=True)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
 
 def test_no_room_for_the_first_one_is_said_before_the_first_step(tmp_path: Path) -> None:
     refuse_no_room(tmp_path / "not" / "there", 1)
-    with pytest.raises(ConfigError, match="^checkpoint.every_s: a checkpoint takes about .* left;"):
+    with pytest.raises(ConfigError, match="^checkpoint.every: a checkpoint takes about .* left;"):
         refuse_no_room(tmp_path, shutil.disk_usage(tmp_path).total * 2)
 
 

@@ -187,6 +187,7 @@ LOSSES = PLAIN + (
     "def one(outputs, targets): return outputs.mean().reshape(1)\n"
     "def yes(outputs, targets): return True\n"
     "def two(outputs, targets): return outputs.mean(1)\n"
+    "def power(outputs, targets, to): return (outputs.sum(1) - targets).abs().pow(to).mean()\n"
     "def share(outputs, targets): return {'mine': 0.5}['mine']\n"
 )
 
@@ -208,9 +209,15 @@ LOSSES = PLAIN + (
         ({"loss": "mine:nothing"}, "^train.loss: mine has no nothing"),
         ({"loss": "mse"}, "^train.loss: mse does not fit classification; use auto or cross_ent"),
         ({"metrics": {"m": "mine:text"}}, "^train.metrics.m: mine:text must return one number"),
+        ({"loss": "mine:power", "loss_args": {"to": 2}}, None),
+        ({"loss": "mine:power"}, "^train.loss: mine:power, .* raised: .*missing 1 required"),
         (
-            {"loss": "mine:good", "class_weights": "balanced"},
-            "^train.class_weights: has no meaning with a loss of your own",
+            {"loss": "mine:good", "loss_args": {"class_weights": "balanced"}},
+            "^train.loss_args.class_weights: mine:good takes no arguments; drop it",
+        ),
+        (
+            {"loss": "mine:power", "loss_args": {"too": 2}},
+            "^train.loss_args.too: mine:power takes none of this name, but to; drop it",
         ),
     ],
 )
@@ -235,8 +242,8 @@ def test_a_users_loss_and_metrics_are_tried_on_two_rows(
     ],
 )
 def test_balanced_classes_need_classes_that_were_counted(data: DataFacts, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"^train.class_weights: {words}"):
-        _check(data, model={"name": "linear"}, train={"class_weights": "balanced"})
+    with pytest.raises(ConfigError, match=f"^train.loss_args.class_weights: {words}"):
+        _check(data, model={"name": "linear"}, train={"loss_args": {"class_weights": "balanced"}})
 
 
 def test_a_plan_that_was_checked_keeps_what_was_learnt_and_builds_no_model_again(own: Own) -> None:

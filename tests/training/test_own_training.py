@@ -33,6 +33,7 @@ from headroom.settings.read_settings import ConfigError, make_config, override_c
 from headroom.settings.run_config import FUSED, OptimConfig, RunConfig
 from headroom.training import build, place, trainer
 from headroom.training.admission import Admission
+from headroom.training.averaging import choose_count
 from headroom.training.check_training import check_plan
 from headroom.training.evaluation import Evaluator, evaluate
 from headroom.training.forecast import UnforeseeableMemory
@@ -603,7 +604,7 @@ def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:
 
     from tests.training.test_own_model import ROWS
 
-    train = RunConfig.model_validate({"train": {"class_weights": "balanced"}}).train
+    train = RunConfig.model_validate({"train": {"loss_args": {"class_weights": "balanced"}}}).train
     loss = make_loss(train, ROWS, CPU)
     y = np.repeat([0, 1, 2], [20, 15, 5])
     expected = compute_class_weight("balanced", classes=np.arange(3), y=y)
@@ -614,6 +615,23 @@ def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:
     torch.testing.assert_close(loss(logits, classes), by_hand)
     parts = [loss(logits[:3], classes[:3]) * 3 / 8, loss(logits[3:], classes[3:]) * 5 / 8]
     torch.testing.assert_close(sum(parts), by_hand)
+
+
+def test_a_loss_of_ones_own_is_called_with_its_arguments_and_keeps_its_count(own: Own) -> None:
+    own(
+        "mine",
+        "def loss(outputs, targets, power, weight=1.0):\n"
+        "    return weight * (outputs[:, 0] - targets).abs().pow(power).mean()\n"
+        "loss.count = len\n",
+    )
+    from tests.training.test_own_model import ROWS
+
+    asked = {"train.loss": "mine:loss", "train.loss_args": {"power": 2, "weight": 0.5}}
+    train = make_config(asked).train
+    outputs, targets = torch.randn(4, 3), torch.randn(4)
+    expected = 0.5 * (outputs[:, 0] - targets).square().mean()
+    torch.testing.assert_close(make_loss(train, ROWS, CPU)(outputs, targets), expected)
+    assert choose_count(train, ROWS)(None, targets) == 4
 
 
 NORMED = """

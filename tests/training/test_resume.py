@@ -54,7 +54,7 @@ def train(folder: Path, sections: dict[str, Any], **kwargs: Any) -> TrainFacts:
     given = {"data": {"cache": str(folder.parent / "data")}, "train": {}, **sections}
     given["data"] = {"cache": str(folder.parent / "data"), **given["data"]}
     given["train"] = {"epochs": 3, "log_every": 4, **given["train"]}
-    given = {"device": {"name": "cpu"}, "checkpoint": {"every_steps": 5}, **given}
+    given = {"device": {"name": "cpu"}, "checkpoint": {"every": "5steps"}, **given}
     config = RunConfig.model_validate(given)
     data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     kwargs = {"log": lambda metrics, step: None, **kwargs}
@@ -109,7 +109,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "model": {"freeze": ["3"], "args": {"hidden": [32, 16]}},
         "optim": {"groups": {"*.weight": {"lr": 1e-3, "weight_decay": 0.3}}},
     },
-    "label smoothing": {"train": {"label_smoothing": 0.1, "class_weights": "balanced"}},
+    "label smoothing": {
+        "train": {"loss_args": {"label_smoothing": 0.1, "class_weights": "balanced"}}
+    },
     "regression": {
         "data": {"source": "synthetic", "args": {"classes": 1, "rows": 500, "features": 8}}
     },
@@ -210,7 +212,7 @@ def test_at_the_end_of_an_epoch_any_loader_goes_on_to_the_same_bits(
     tmp_path: Path, own: Any
 ) -> None:
     own("my_rows", LOADERS)
-    sections = {**_own("plain"), "checkpoint": {"every_steps": 16}}
+    sections = {**_own("plain"), "checkpoint": {"every": "16steps"}}
     whole = play(tmp_path / "whole", sections)
     before = play(tmp_path / "run", sections, at=21)
     assert {**before, **play(tmp_path / "run", sections, resumes=True)} == whole
@@ -337,7 +339,7 @@ def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
     done = iter(range(1, 10**9))
     facts = train(
         tmp_path / "run",
-        {"checkpoint": {"every_s": 1e6}},
+        {"checkpoint": {"every": "1000000s"}},
         check_stop=lambda: StopRequest("somebody asked") if next(done) == 31 else None,
     )
     assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)

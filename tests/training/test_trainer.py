@@ -60,7 +60,10 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
         {"optim": {"schedule": "constant", "warmup": 0.2, "clip_norm": 1.0}},
-        {"optim": {"schedule": "one_cycle", "ema_decay": 0.9}, "train": {"label_smoothing": 0.1}},
+        {
+            "optim": {"schedule": "one_cycle", "ema_decay": 0.9},
+            "train": {"loss_args": {"label_smoothing": 0.1}},
+        },
         {"train": {"best_metric": "val/macro_f1", "eval_every_steps": 5, "epochs": 6}},
         {"train": {"precision": "bf16", "epochs": 6}},
         {"train": {"accumulate": 4, "epochs": 6}},

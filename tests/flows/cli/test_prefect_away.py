@@ -41,7 +41,7 @@ def _is_training(process: "subprocess.Popen[str]", place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("--train.max_s", "5"), 0, "trained, but Prefect could not record its end: "),
+        (("--train.end", "5s"), 0, "trained, but Prefect could not record its end: "),
         ((), 130, "interrupted"),
     ],
 )

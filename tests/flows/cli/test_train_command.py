@@ -43,7 +43,7 @@ def _until(what: Callable[[], object], *, timeout_s: float = 90) -> None:
 
 def _kept(place: Path) -> int:
     """How many records of the training loss the run itself has kept by now."""
-    files = (place / ".headroom" / "runs").glob("*/metrics.jsonl")
+    files = (place / ".headroom" / "runs").glob("*/events.jsonl")
     lines = (line for file in files for line in file.read_text().splitlines())
     return sum('"train/loss"' in line and '"status"' not in line for line in lines)  # but its end
 
