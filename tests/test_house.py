@@ -398,7 +398,7 @@ def test_the_first_call_of_make_says_what_it_does(tmp_path: Path) -> None:
 
 def test_few_tests_need_a_gpu_itself() -> None:
     marked = [
-        f.read_text().count("@pytest.mark.real_gpu(") for f in (ROOT / "tests/gpu").glob("*.py")
+        f.read_text().count("@pytest.mark.real_gpu(") for f in (ROOT / "tests/gpu").rglob("*.py")
     ]
     assert sum(marked) <= 8
 

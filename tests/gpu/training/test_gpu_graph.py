@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from headroom.base.names import OWNERS
 from headroom.data.batch import Batch
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
@@ -18,10 +19,9 @@ from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
 from headroom.watch.leaks import release_device_memory, take_baseline
-from headroom.watch.memory_by_owner import OWNERS
 from headroom.watch.memory_meter import MIB
 from headroom.watch.phases import Watched
-from tests.gpu.test_gpu_recovery import _Short
+from tests.gpu.training.test_gpu_recovery import _Short
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

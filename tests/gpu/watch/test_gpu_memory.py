@@ -1,19 +1,11 @@
 """What the memory record says on a real CUDA or ROCm GPU, and that it is given back there."""
 
 import gc
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from headroom.data.preparation import prepare_dataset
-from headroom.device.detection import detect_best_device
-from headroom.settings.run_config import RunConfig
-from headroom.training.choose_step import CompileError
-from headroom.training.plan import make_plan
-from headroom.training.trainer import train
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.leaks import release_device_memory, take_baseline
 from headroom.watch.memory_meter import MIB, MemoryMeter, count_allocated_bytes
@@ -174,32 +166,3 @@ def test_the_drivers_own_count_agrees_that_all_was_given_back(before):
     assert facts.reserved_bytes == 0
     told = sum(one.bytes for one in facts.kept if "driver" in one.name)
     assert told >= free_before - free_after - MIB  # kernels that were loaded, on a real GPU
-
-
-def test_a_compilation_that_failed_holds_nothing(before, monkeypatch):
-    """Its frames kept 85,800 bytes of a digits model, as the error of the run keeps them."""
-
-    def refuses(graph, inputs):
-        raise RuntimeError("no kernels here")
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend=refuses))
-    caught = None
-    try:
-        _train_compiled()
-    except CompileError as error:
-        caught = error
-    assert caught is not None and "cannot compile this model" in str(caught)
-    facts = release_device_memory(GPU, baseline_bytes=before)
-    assert facts.ok and facts.after_bytes == before, facts
-
-
-def _train_compiled():
-    config = RunConfig.model_validate({"train": {"epochs": 1, "compile": "default"}})
-    with tempfile.TemporaryDirectory() as folder:
-        data = prepare_dataset(config.data.model_copy(update={"cache": f"{folder}/data"}))
-        train(
-            make_plan(config, detect_best_device("cuda"), data),
-            folder=Path(folder),
-            log=lambda metrics, step: None,
-        )

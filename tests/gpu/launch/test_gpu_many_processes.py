@@ -12,7 +12,7 @@ from headroom.device.detection import DeviceError, detect_best_device
 from headroom.launch.placement import count_processes
 from headroom.launch.processes import train_in_processes
 from headroom.launch.rank import Job
-from headroom.settings.run_config import LaunchConfig, RunConfig
+from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
 from headroom.training.admission import PastRuns
 from headroom.training.plan import make_plan
@@ -26,9 +26,9 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two proces
 
 def test_more_processes_than_gpus_are_refused_and_auto_is_one_for_each() -> None:
     here, facts = torch.cuda.device_count(), detect_best_device("cuda:0")
-    assert count_processes(LaunchConfig(processes="auto"), facts) == here
+    assert count_processes(RunConfig(launch={"processes": "auto"}).launch, facts) == here
     with pytest.raises(DeviceError, match=f"launch.processes: must be at most {here}, one for"):
-        count_processes(LaunchConfig(processes=str(here + 1)), facts)
+        count_processes(RunConfig(launch={"processes": str(here + 1)}).launch, facts)
 
 
 def _train(folder: Path, processes: int, **train: Any) -> tuple[TrainFacts, dict[int, float]]:

@@ -15,8 +15,9 @@ from headroom.models import predictor
 from headroom.settings.model_args import ModelError
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
+from headroom.training.choose_step import CompileError
 from headroom.training.plan import make_plan
-from headroom.watch import leaks, throughput
+from headroom.watch import leaks
 from headroom.watch.memory_meter import MIB
 from headroom.watch.step_metrics import Diverged
 
@@ -153,7 +154,8 @@ def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sheet = SimpleNamespace(fp32=1e6, source="a sheet that lists this device")
-    monkeypatch.setattr(throughput, "_SHEETS", {torch.cuda.get_device_name(0): sheet})
+    name = torch.cuda.get_device_name(0)
+    monkeypatch.setattr("headroom.watch.throughput._SHEETS", {name: sheet})
     facts, _, _ = _train(
         tmp_path,
         data={"cache": str(tmp_path / "data"), "source": "text", "args": {"context": 64}},
@@ -237,3 +239,24 @@ def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tm
         trainer.train(
             make_plan(config, device, data), folder=tmp_path / "run", log=lambda m, s: None
         )
+
+
+def test_a_compilation_that_failed_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its frames kept 85,800 bytes of a digits model, as the error of the run keeps them."""
+
+    def refuses(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no kernels here")
+
+    before = leaks.take_baseline("cuda:0").bytes
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend=refuses))
+    caught = None
+    try:
+        _train(tmp_path, train={"epochs": 1, "compile": "default"})
+    except CompileError as error:
+        caught = error
+    assert caught is not None and "cannot compile this model" in str(caught)
+    facts = leaks.release_device_memory("cuda:0", baseline_bytes=before)
+    assert facts.ok and facts.after_bytes == before, facts
