@@ -385,3 +385,25 @@ def test_a_file_of_another_kind_than_the_model_takes_is_refused(
     with pytest.raises(DataError) as caught:
         check_rows(_order(_write(tmp_path, "x\n1\n", name)), needs)
     assert said in str(caught.value)
+
+
+def test_prediction_reads_a_file_of_text_as_the_training_did(tmp_path):
+    """The same words for missing, and the same decimal mark."""
+    columns = (("a", "number"), ("c", "category"))
+    needs = Needs("classification", "csv", (2,), columns, na=("?",), decimal=",")
+    path = tmp_path / "rows.tsv"
+    path.write_text("a\tc\n1,5\tNA\n?\t?\n")
+    order = Order("latest", str(path), "tsv", str(tmp_path / "o.csv"), "csv")
+    (batch,) = read_batches(order, needs)
+    assert batch.rows["a"].tolist()[0] == 1.5 and np.isnan(batch.rows["a"][1])
+    known = [
+        {"name": "a", "kind": "number", "values": (), "fill": 9.0},
+        {"name": "c", "kind": "category", "values": ("NA", "missing"), "fill": "missing"},
+    ]
+    x = make_inputs(batch.rows, known, missing="mean", na=needs.na).x
+    assert x.tolist() == [[1.5, 1, 0], [9, 0, 1]]
+    stranger = pd.DataFrame({"a": [1.5, None], "c": ["NA", None]})
+    assert make_inputs(stranger, known, missing="mean", na=needs.na).x.tolist() == x.tolist()
+    path.write_text("a\tc\n1.5\tNA\n")
+    with pytest.raises(DataError, match="column 'a': must be a number, with a decimal comma as da"):
+        list(read_batches(order, needs))

@@ -183,3 +183,12 @@ def test_the_error_of_r2_is_what_it_scatters_by() -> None:
         told.append(scores.compute_r2_error(outputs, y))
     assert np.mean(told) == pytest.approx(np.std(found), rel=0.15)
     assert scores.compute_r2_error(y[:2], y[:2]) is scores.compute_r2_error(y, 0 * y) is None
+
+
+def test_six_rows_that_are_told_apart_are_no_chance_beside_a_large_class() -> None:
+    y = (np.arange(1200) >= 1196).astype(int)
+    for given, is_by_chance in (((np.arange(1200) >= 1190), False), (np.arange(1200) < 6, True)):
+        cells = ConfusionCells.of(given.astype(int), y)
+        found = scores.compute_class_scores(cells)
+        assert (found["balanced_accuracy"] > 0.9974) != is_by_chance
+        assert scores.is_by_chance(cells) == is_by_chance
