@@ -58,7 +58,7 @@ SLOW = (
     "tasks/test_forecast_other_gpus",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
-    "ranks/test_sharding",
+    "training/test_sharded_training",
     "flows/test_secrets",
     "headroom/tracking/test_mlflow_sender",
     "headroom/tracking/test_orphaned_runs",

@@ -26,9 +26,10 @@ from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import find_largest_micro_batch, forecast_training
-from headroom.watch.allocation_log import MIB, AllocationLog
+from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.phases import Watched
 
+MIB = 2**20
 SOURCES = {
     "linear": {"source": "synthetic", "args": {"rows": 600, "features": 50}},
     "mlp": {"source": "synthetic", "args": {"rows": 600, "features": 50, "classes": 1}},

@@ -14,7 +14,8 @@ from headroom.prediction import prediction
 from headroom.prediction.prediction import NoRoom
 from headroom.prediction.request import make_order
 from headroom.watch.leaks import release_device_memory, take_baseline
-from headroom.watch.memory_meter import MIB
+
+MIB = 2**20
 
 pytestmark = pytest.mark.gpu
 SPEC: dict[str, Any] = {

@@ -13,12 +13,12 @@ from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import forecast_training
 from headroom.training.trainer import train
 from headroom.watch.leaks import release_device_memory, take_baseline
-from headroom.watch.memory_meter import MIB
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 CASES = {
     "linear": ({"source": "synthetic", "args": {"rows": 3000, "features": 512}}, {}, 1024),
     "mlp": (

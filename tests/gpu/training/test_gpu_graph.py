@@ -19,7 +19,6 @@ from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
 from headroom.watch.leaks import release_device_memory, take_baseline
-from headroom.watch.memory_meter import MIB
 from headroom.watch.phases import Watched
 from tests.gpu.training.test_gpu_recovery import _Short
 
@@ -27,6 +26,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 GPU = torch.device("cuda:0")
 
 

@@ -12,12 +12,12 @@ from headroom.training.micro_batches import MemoryExhausted, MicroBatches
 from headroom.training.plan import make_plan
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.memory_by_owner import MemoryByOwner
-from headroom.watch.memory_meter import MIB
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 GPU = torch.device("cuda:0")
 PEAK = "memory/run_peak_allocated_mib"
 

@@ -22,13 +22,14 @@ from headroom.training import optim, place, shared_model, trainer
 from headroom.training.admission import Admission
 from headroom.training.plan import Plan, make_plan
 from headroom.watch import leaks
-from headroom.watch.memory_meter import MIB, MemoryMeter
+from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.oom_report import OutOfMemory
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 GPU = torch.device("cuda:0")
 MODEL = shared_model.make_model
 Spared = Callable[..., TrainFacts]

@@ -18,13 +18,13 @@ from headroom.training import trainer
 from headroom.training.choose_step import CompileError
 from headroom.training.plan import make_plan
 from headroom.watch import leaks
-from headroom.watch.memory_meter import MIB
 from headroom.watch.step_metrics import Diverged
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
 
+MIB = 2**20
 SERIES = {
     "memory/allocated_mib",
     "memory/reserved_mib",

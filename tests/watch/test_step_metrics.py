@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.training.optimizer_step import StepOutcome
 from headroom.watch import step_metrics
 from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.memory_by_owner import MemoryByOwner
@@ -54,9 +53,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _step(made: StepMetrics, loss: float, *, norm: float | None = None) -> torch.Tensor | None:
     _Event.now_ms += 10
-    outcome = StepOutcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
-    made.add(outcome.loss, rows=4)
-    return outcome.grad_norm
+    made.add(torch.tensor(loss), rows=4)
+    return None if norm is None else torch.tensor(norm)
 
 
 def test_a_reading_is_logged_one_late_and_waits_only_for_the_one_before(made) -> None:
