@@ -24,8 +24,6 @@ from typing import Any
 import torch
 
 from flows import stop
-from headroom.base.event_log import SENDING_LOCK, read_end
-from headroom.base.file_lock import is_held
 from headroom.process import signals
 from headroom.run.known_runs import list_known_runs, list_run_folders, read_start
 from headroom.run.record import Record
@@ -40,7 +38,7 @@ from tasks.detect_device import detect_device
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
-from tests.conftest import write_end
+from tests.run_folders import SENDING_LOCK, is_held, read_end, write_end
 
 KEY = "chaos"
 EPOCHS, STEPS = 12, 60  # 160 rows to train on, by 32

@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import json
 import os
 import shutil
 import socket
@@ -10,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from headroom.base.event_log import LOG, SENT, make_event
+from tests.run_folders import LOG
 
 ROOT = Path(__file__).parent.parent
 WARM = Path(__file__).parent / "warm"
@@ -238,15 +237,6 @@ def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def compare(desk: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
     """Starts `python -m flows.compare` in `place`."""
     return partial(desk, module="flows.compare", cold=True)
-
-
-def write_end(folder: Path, run: Mapping[str, Any], *, is_sent: bool = False) -> None:
-    """Let the log of a run's folder say how it ended. is_sent: MLflow has it."""
-    with open(folder / LOG, "ab") as log:
-        log.write(make_event("end", run, unix_ms=7))
-        offset = log.tell()
-    if is_sent:
-        (folder / SENT).write_text(json.dumps({"closed": True, "offset": offset}))
 
 
 def is_training(place: Path) -> bool:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headroom import account
-from headroom.base.event_log import LOG
 from headroom.run.account import Account
 from headroom.run.known_runs import list_known_runs
 from tests.conftest import PYTHON, desk_environment, query
+from tests.run_folders import LOG
 
 LOOP = """
 import os, sys, time, signal, torch

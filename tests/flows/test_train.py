@@ -18,7 +18,6 @@ from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
 
 from flows.train import train
-from headroom.base.event_log import RESERVE
 from headroom.data.source_data import DataError
 from headroom.models import predictor
 from headroom.run.preflight import BAD_INPUT
@@ -32,6 +31,7 @@ from headroom.training.admission import Admission
 from headroom.watch.leaks import LeakError
 from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
+from tests.run_folders import RESERVE
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 QUICK = {"train": {"epochs": 2}}

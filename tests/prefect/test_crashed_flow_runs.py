@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from headroom.base.event_log import LOG
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import (
     FLOW_RUN,
@@ -22,7 +21,7 @@ from headroom.prefect.prefect_http import (
     end_dead_flow_runs,
     read_flow_run_ends,
 )
-from tests.conftest import write_end
+from tests.run_folders import LOG, write_end
 
 MINE = f"{psutil.Process().create_time():.2f}"
 

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from headroom.base.event_log import START
 from headroom.run import known_runs
 from headroom.run.known_runs import RunStart, choose_made_at, list_run_folders
 from headroom.run.resume import find_unfinished_folder
 from headroom.tracking.mlflow_store import remove_old_journals
-from tests.conftest import write_end
+from tests.run_folders import START, write_end
 
 
 def _run(runs: Path, name: str, start: RunStart) -> Path:

@@ -13,11 +13,11 @@ from mlflow.store.tracking.dbmodels.models import SqlDataset
 from sqlalchemy import event
 
 from headroom.base import event_log
-from headroom.base.event_log import LOG, make_event, make_line
 from headroom.tracking import journal, mlflow_sender, run_sender
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.run_sender import Throttle
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from tests.run_folders import LOG, make_event, make_line
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from headroom.base.file_lock import FileLock, is_held
+from headroom.base.file_lock import FileLock
 from headroom.prefect.prefect_http import read_flow_run_ends
-from headroom.run.known_runs import RunStart, list_known_runs
+from headroom.run.known_runs import list_known_runs
 from headroom.tracking import send_later
 from headroom.tracking.journal import Journal
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
-from tests.conftest import write_end
+from tests.run_folders import is_held, write_end, write_start
 
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -50,7 +50,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     with Journal(where, folder) as journal:
         journal.open(None)
         journal.create(name="one", params={}, tags=tags)
-        RunStart(journal.run_id, journal.experiment_id, "one").write(folder)
+        write_start(folder, journal.run_id, experiment_id=journal.experiment_id)
         journal.log({"train/loss": 0.5}, 1)
         with pytest.raises(TrackingError):
             journal.close({**END, "tags": tags})

@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from flows.cli.train_command import main
-from headroom.base.event_log import LOG, read_end
-from headroom.base.file_lock import is_held
 from headroom.base.units import format_seconds
 from tests.conftest import PYTHON, desk_environment, is_training
+from tests.run_folders import LOG, is_held, read_end
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "50")
