@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.prefect.shared_server import prefect_api as prefect_api
 from tests.run_folders import LOG
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ LIBRARIES = (
 # longest first; those that load both cores (team, postgresql) stand apart from each other, and from
 # scheduled, whose server has to answer in time.
 SLOW = (
-    "flows/test_scheduled",
+    "services/test_scheduled",
     "test_readme",
     "flows/cli/test_train_command",
     "data/test_fuzz_readers",
@@ -51,10 +52,10 @@ SLOW = (
     "flows/test_own",
     "flows/test_framework_loops",
     "flows/test_families",
-    "flows/test_names",
+    "base/test_names_of_runs",
     "flows/test_predict",
     "test_install",
-    "tasks/test_forecast_other_gpus",
+    "training/test_gpu_fit",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
     "training/test_sharded_training",
@@ -122,29 +123,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     sys.executable = PYTHON
     shutil.rmtree(APART, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def prefect_api() -> Iterator[str]:
-    """A real server for the flows that run in this process."""
-    from prefect.settings import (
-        PREFECT_API_URL,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-        PREFECT_LOGGING_TO_API_ENABLED,
-        temporary_settings,
-    )
-
-    from headroom.prefect import local_prefect, run_task
-
-    run_task.fix_prefect_after_fork()
-    with local_prefect.share_server(local_prefect.find_prefect_home()) as url:
-        settings = {
-            PREFECT_API_URL: url,
-            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
-            PREFECT_LOGGING_TO_API_ENABLED: False,
-        }
-        with temporary_settings(settings):
-            yield url
 
 
 @pytest.fixture

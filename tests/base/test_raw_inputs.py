@@ -41,12 +41,12 @@ def _prepared(tmp_path: Path, missing: str):
     return prepare_dataset(config), pd.read_csv(path)
 
 
-def _loaded(tmp_path: Path, facts) -> predictor.Predictor:
+def _loaded(tmp_path: Path, facts, task: str = "classification"):
     model = builtin.build_model("linear", input_shape=facts.input_shape, outputs=2, args={})
     spec = {
         "model": "linear",
         "args": {},
-        "task": "classification",
+        "task": task,
         "source": "csv",
         "input_shape": facts.input_shape,
         "outputs": 2,
@@ -84,7 +84,7 @@ def test_a_row_with_a_hole_is_not_guessed_and_the_others_are_predicted(tmp_path)
     assert predicted["probability"].isna().tolist() == holes.tolist()
     whole = loaded.predict(rows[~holes])
     assert predicted["prediction"][~holes].tolist() == whole["prediction"].tolist()
-    regression = predictor.Predictor({**loaded.spec, "task": "regression"}, loaded.model)
+    regression = _loaded(tmp_path / "regression", facts, "regression")
     assert regression.predict(rows).isna().any(axis=1).tolist() == holes.tolist()
 
 

@@ -198,3 +198,16 @@ def test_what_a_holder_wrote_breaks_no_line(tmp_path: Path) -> None:
     first.take(["GPU-1"])
     with pytest.raises(DevicesBusyError, match=r"^GPU-1 is held by \[2Jit failed: all$"):
         _leases(tmp_path).take(["GPU-1"])
+
+
+def test_leases_tell_each_reason_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    first = Leases(tmp_path, wait_s=0, holder="first")
+    first.take(["GPU-1"])
+    pauses = iter([lambda: None, first.close])
+    second = Leases(
+        tmp_path, wait_s=9, holder="second", told=told.append, sleep=lambda _: next(pauses)()
+    )
+    second.take(["GPU-1"])
+    assert told == ["GPU-1 is held by first", ""]
+    second.close()

@@ -19,11 +19,21 @@ from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
 from headroom.training.admission import PastRuns
 from headroom.training.kept_steps import list_steps
-from headroom.training.loop import StopRequest, TrainingLeft, leave_training
+from headroom.training.loop import StopRequest
 from headroom.watch.step_metrics import Diverged
 from tests.rank_processes import on_ranks
 
 Sections = dict[str, Any]
+
+
+class _Left(Exception):
+    """The training has ended for now."""
+
+
+def _leave() -> None:
+    raise _Left
+
+
 Told = tuple[TrainFacts | None, dict[int, float], str]
 
 # What one process and several must learn alike: a batch of 63 is no multiple of 2 or of 3 ranks,
@@ -115,7 +125,7 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool 
     calls = itertools.count(1)
 
     def stop() -> StopRequest | None:
-        return StopRequest("", act=leave_training) if next(calls) == stop_at else None
+        return StopRequest("", act=_leave) if next(calls) == stop_at else None
 
     def log(metrics: dict[str, float], step: int) -> None:
         losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
@@ -124,7 +134,7 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool 
     job = Job(config, data, PastRuns(), folder, resumes)
     try:
         return train_together(job, device, ranks, log=log, asked=stop), losses, ""
-    except TrainingLeft:
+    except _Left:
         return None, losses, "left"
     except Exception as error:
         return None, losses, f"{type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from headroom.run.alerts import (
     is_within_step,
     read_told,
 )
-from headroom.watch.stack_samples import Place
 from tests.run.healthy_series import make_healthy
 
 MIB = 1024**2
+Place = namedtuple("Place", "file line function")  # where a thread stands
 FREE_MIB = 16 * 1024
 
 

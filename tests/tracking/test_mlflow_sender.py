@@ -24,7 +24,6 @@ from mlflow.store.db.utils import InitialBase, _get_alembic_config
 from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from headroom.run.failures import classify_failure
 from headroom.tracking import mlflow_sender, mlflow_store, orphaned_runs
 from headroom.tracking.journal import Journal, RunGone, SenderEnded, start_sender
 from headroom.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
@@ -596,9 +595,7 @@ def test_a_sending_process_that_never_lives_is_no_bad_input(
         )
         with pytest.raises(SenderEnded, match=words) as caught:
             journal.create(name="first", params={}, tags={})
-    assert classify_failure(caught.value).kind == "server_away" and not isinstance(
-        caught.value, ValueError
-    )
+    assert not isinstance(caught.value, ValueError)  # which would be bad input
     assert not (tmp_path / "runs" / "one").exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import CheckpointConfig
+from headroom.settings.run_config import RunConfig
 from headroom.training import checkpoint_files
 from headroom.training.checkpoint_files import (
     DamagedCheckpoint,
@@ -176,7 +176,7 @@ def _checkpoints(
 ) -> Checkpoints:
     return Checkpoints(
         folder,
-        CheckpointConfig(**chosen),
+        RunConfig.model_validate({"checkpoint": chosen}).checkpoint,
         HostCopies(torch.device("cpu")),
         about={"settings": {}, "data": "", "device": "cpu", "torch": ""},
         size_bytes=size_bytes,

@@ -8,7 +8,7 @@ import pytest
 from flows.cli.flags import parse_training
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
-from headroom.settings.read_settings import ConfigError, make_config, override_config
+from headroom.settings.read_settings import ConfigError, override_config, resolve_config
 from headroom.training.gpu_fit import TAKEN_MIB, make_gpu_table, parse_gpu_sizes
 from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import forecast_training
@@ -20,7 +20,7 @@ WIDE = {"model.args": {"hidden": [2048, 2048]}, "train.batch_size": 256}
 
 
 def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
-    config = make_config(WIDE)
+    config = resolve_config(None, WIDE)
     data = prepare_dataset(config.data, batch_size=256, seed=config.train.seed)
 
     def needed_mib(room_mib: float, rows: int) -> float:

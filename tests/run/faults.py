@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 
 from headroom.run import account
-from headroom.run.recording import Recording
-from headroom.watch import guard, own_loop
 
 # Answers as the sending process does, to the begin of the run and then to its end; sends nothing.
 SENDER = r"""2s/^.*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
@@ -41,13 +39,13 @@ def list_points(cls: type, but: tuple[str, ...] = (), *, is_within: bool = False
     names = [
         name
         for base in cls.__mro__
-        if guard.is_ours(base) and base not in (Recording, guard.Guarded)
+        if base.__module__.startswith("headroom.") and base.__name__ not in ("Recording", "Guarded")
         for name, found in vars(base).items()
         if isinstance(found, FunctionType)
         and name.startswith("_") == is_within
         and not name.startswith("__")
     ]
-    return sorted({*names} - {*but, guard.TAKE})
+    return sorted({*names} - {*but, "take_error"})
 
 
 def find_method(cls: type, name: str) -> Any:
@@ -75,9 +73,14 @@ def end_open_accounts() -> None:
 
 
 @contextmanager
-def send_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def send_nothing(
+    monkeypatch: pytest.MonkeyPatch, *, counts_all: bool = True, has_compiled: bool = False
+) -> Iterator[None]:
     """Keep runs that nobody sends, whose only step is counted, and leave what frameworks keep of a
-    process as it was: of accelerate its own state, of Lightning handlers."""
+    process as it was: of accelerate its own state, of Lightning handlers.
+
+    counts_all: also where that takes a large part of the time; has_compiled: a part of the loop may
+    have been compiled."""
 
     end_prefect_threads()
 
@@ -88,8 +91,10 @@ def send_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("headroom.tracking.journal.start_sender", start_sender)
     monkeypatch.setattr("headroom.tracking.journal.SILENT_S", 0.2)
     monkeypatch.setattr("headroom.tracking.journal.OPEN_S", 0.2)
-    monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
-    monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))
+    if not has_compiled:
+        monkeypatch.setattr("headroom.watch.own_loop.has_compiled", lambda: False)
+    if counts_all:
+        monkeypatch.setattr("headroom.watch.own_loop.COUNT_SHARE", float("inf"))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():

@@ -30,7 +30,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from headroom.prefect.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
+from headroom.prefect.prefect_http import call_api, is_healthy
 from headroom.services.parts import find_own_processes, find_parts, provide_mark
 
 ROOT = Path(__file__).parent.parent.parent
@@ -335,8 +335,9 @@ def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(
     for name in ("Unsent", "Resumed"):  # as who puts states right sets them
         asked = {"flow_runs": {"state": {"name": {"any_": ["Worse"]}}}}
         (one, *_) = service.ask("POST", "flow_runs/filter", asked)
-        set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="why", name=name)
-        set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="", name="Worse")
+        for called, message in ((name, "why"), ("Worse", "")):
+            state = {"type": "COMPLETED", "message": message, "name": called}
+            service.ask("POST", f"flow_runs/{one['id']}/set_state", {"state": state, "force": True})
     worker = find_parts(service.folder)["worker"].process
     worker.kill()
     for what in ("got worse", "failed", "no worker is left", "not all sent", "was gone on with"):
@@ -402,7 +403,13 @@ def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service:
         service,
     )
     assert (
-        len([e for e in find_own_processes(service.folder).values() if e.get(FLOW_RUN) == flow_run])
+        len(
+            [
+                e
+                for e in find_own_processes(service.folder).values()
+                if e.get("PREFECT__FLOW_RUN_ID") == flow_run
+            ]
+        )
         >= 2
     )
 
