@@ -20,6 +20,7 @@ from flows.train import train
 from headroom import account
 from headroom.base import names
 from headroom.settings.run_config import RunConfig
+from tests.base.recorded_names import list_unknown_metrics, list_unknown_tags
 from tests.conftest import PYTHON, ROOT, desk_environment, query
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -118,7 +119,7 @@ def test_runs_of_all_kinds_are_there(logged: Logged) -> None:
 
 def test_every_metric_that_is_logged_is_a_row(logged: Logged) -> None:
     for run, metrics in logged.metrics.items():
-        assert not [name for name in metrics if names.find_metric(name) is None], run
+        assert not list_unknown_metrics(metrics), run
         own = {"val/NAME"}  # nobody here has one
         rows = {row.name for name in metrics if (row := names.find_metric(name))}
         assert not rows & own, run
@@ -126,7 +127,7 @@ def test_every_metric_that_is_logged_is_a_row(logged: Logged) -> None:
 
 def test_every_tag_that_is_logged_is_a_row(logged: Logged) -> None:
     for run, tags in logged.tags.items():
-        assert not [name for name in tags if names.find_tag(name) is None], run
+        assert not list_unknown_tags(tags), run
 
 
 def test_every_param_of_a_training_is_of_a_group(logged: Logged) -> None:

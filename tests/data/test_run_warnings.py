@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from headroom.base.facts import DataFacts, TrainFacts
-from headroom.base.names import find_metric
 from headroom.base.scores import Evaluation
 from headroom.data import run_warnings
 from headroom.data.preparation import prepare_dataset
@@ -19,6 +18,7 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import DataConfig, RunConfig
 from headroom.training.plan import make_plan
 from headroom.training.trainer import train
+from tests.base.recorded_names import list_unknown_metrics
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(200, 4)).astype(np.float32)
@@ -150,8 +150,8 @@ def _trained(tmp_path: Path, data: DataConfig, named: str, **sections) -> TrainF
         folder=tmp_path,
         log=log,
     )
-    unknown = {n for found in (*logged, facts.metrics) for n in found if not find_metric(n)}
-    assert unknown <= {"age_s"}  # how long ago it was
+    unknown = list_unknown_metrics(name for found in (*logged, facts.metrics) for name in found)
+    assert {*unknown} <= {"age_s"}  # how long ago it was
     return facts
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,12 @@ def test_leases_tell_each_reason_once(tmp_path: Path) -> None:
     second.take(["GPU-1"])
     assert told == ["GPU-1 is held by first", ""]
     second.close()
+
+
+@contextmanager
+def hold_gpu(folder: Path, *, wait_s: float) -> Iterator[None]:
+    """What a training on a GPU holds as long as it lasts."""
+    lease = Leases(folder, wait_s=wait_s, holder="one of a pair")
+    lease.take(["GPU-1"])
+    yield
+    lease.close()

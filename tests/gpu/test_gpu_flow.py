@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from headroom.base.names import OWNERS, find_metric, find_tag
+from headroom.base.names import OWNERS
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
@@ -24,6 +24,7 @@ from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training import trainer
 from headroom.training.plan import make_plan
 from headroom.watch import leaks
+from tests.base.recorded_names import list_unknown_metrics, list_unknown_tags
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 from tests.gpu.conftest import beside_libraries
@@ -96,7 +97,7 @@ def _trained(**sections: Any) -> Run:
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
     assert not absent, absent
-    assert all(map(find_metric, metrics)) and all(map(find_tag, tags))
+    assert not list_unknown_metrics(metrics) and not list_unknown_tags(tags)
     assert not [key for key in POSITIVE if not metrics[key] > 0]
     assert metrics["memory/release_ok"] == 1 and metrics["memory/leaked_mib"] == 0
     _assert_memory_adds_up(metrics)

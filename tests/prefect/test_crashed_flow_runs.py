@@ -239,3 +239,16 @@ def test_a_pending_run_whose_process_brings_the_code_lives_without_its_worker(
         end_dead_flow_runs("http://x/api", {}, workers=[])
         process.kill()
     assert not prefect.ended
+
+
+def test_a_run_that_mlflow_has_not_got_whole_ends_as_unsent(tmp_path: Path) -> None:
+    tags = {"prefect.flow_run_id": "mine", "host": socket.gethostname(), "pid": "4194304"}
+    (tmp_path / "one").mkdir()
+    write_end(
+        tmp_path / "one", {"status": "FINISHED", "tags": {**tags, "process.started_at": "1.0"}}
+    )
+    for unsent, name in (("part of it is not there", "Unsent"), ("", "")):
+        (tmp_path / "one" / "sent.json").write_text(json.dumps({"unsent": unsent}))
+        end = read_flow_run_ends(tmp_path)["mine"]
+        assert (end.type, end.name) == ("COMPLETED", name)
+        assert not unsent or end.message == unsent

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 from httpx import ConnectError
+from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from headroom.prefect.run_task import IS_RECORDED
 from headroom.prefect_flows import flow_run
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
+from tasks.detect_device import detect_device
+
+CPU = RunConfig.model_validate({"device": {"name": "cpu"}}).device
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
@@ -23,6 +26,7 @@ def test_a_flow_that_has_begun_is_never_run_once_more(
     monkeypatch.setattr(flow_run, "is_temporary_api", lambda api: True)
     monkeypatch.setattr(flow_run, "is_healthy", lambda url: True)
     monkeypatch.setattr("headroom.process.command.leave_prefect", lambda: None)
+    monkeypatch.setattr(Task, "__call__", lambda *_, **__: "recorded")
     called: list[str] = []
 
     def flow() -> None:
@@ -35,7 +39,7 @@ def test_a_flow_that_has_begun_is_never_run_once_more(
 
     def function() -> State[int]:
         called.append("function")
-        assert not IS_RECORDED.get()
+        assert detect_device(CPU).name == "cpu", "a task that Prefect records"
         return Completed(data=3)
 
     if has_begun:
@@ -44,7 +48,7 @@ def test_a_flow_that_has_begun_is_never_run_once_more(
     else:
         assert flow_run.run_at_desk(flow, function) == 3
     assert called == (["flow"] if has_begun else ["flow", "function"])
-    assert IS_RECORDED.get() and flow_run._begun.get() is None
+    assert detect_device(CPU) == "recorded" and flow_run._begun.get() is None
 
 
 @pytest.mark.parametrize(

@@ -566,3 +566,10 @@ def test_the_energy_of_a_gpu_that_is_shared_is_told_as_that_of_all() -> None:
     assert "J used" in alone and "by all that share" not in alone
     run["params"] = {**run["params"], "device.share": "True"}
     assert "J used by all that share the GPU" in " ".join(_terminal(run).split())
+
+
+def test_a_peak_that_is_a_lower_bound_is_told_as_one() -> None:
+    run = _cpu()
+    assert "peak at least " not in _terminal(run)
+    run["metrics"]["memory/peak_is_lower_bound"] = 1.0
+    assert "peak at least " in _terminal(run)

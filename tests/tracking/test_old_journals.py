@@ -6,6 +6,11 @@ from headroom.tracking.mlflow_store import remove_old_journals
 from tests.run_folders import write_end, write_start
 
 
+def sweep(runs: Path, *, keep: int) -> None:
+    """What a sending process does at the end of its run."""
+    remove_old_journals(runs, keep=keep)
+
+
 def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) -> None:
     """By their names, those of another time zone went first."""
     for name, made_at in (("9-first", 1.0), ("1-last", 3.0), ("5-second", 2.0)):
@@ -13,5 +18,5 @@ def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) ->
         folder.mkdir()
         write_start(folder, "a", made_at=made_at)
         write_end(folder, {"status": "FINISHED"}, is_sent=True)
-    remove_old_journals(tmp_path, keep=1)
+    sweep(tmp_path, keep=1)
     assert [folder.name for folder in tmp_path.iterdir()] == ["1-last"]

@@ -31,10 +31,9 @@ from headroom.training.checkpoints import Checkpoints, TrainingPosition
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.training_state import HostCopies, StateMismatch, Weights
-from headroom.watch.allocation_log import AllocationLog
-from headroom.watch.memory_by_owner import MemoryByOwner
 from headroom.watch.phases import Watched
 from tests.rank_processes import on_ranks
+from tests.watch.loop_watch import make_owners
 
 CPU = torch.device("cpu")
 KEPT = ["mlp by sgd", "cnn", "transformer", "linear", "tied by Adam"]
@@ -182,7 +181,7 @@ class _Run:
 
 def _held() -> dict[str, float]:
     """MiB by owner in the largest moment of a step, by the accounting of a training."""
-    run, ledger = _Run("transformer"), AllocationLog(CPU)
+    run = _Run("transformer")
 
     def owned() -> dict[str, list[Tensor]]:
         params = list(run.optimizer.params)
@@ -191,8 +190,10 @@ def _held() -> dict[str, float]:
         return {"parameters": params, "gradients": grads, "optimizer_state": state}
 
     run.steps(1)
-    with MemoryByOwner(ledger, owned).count_memory(run.batch):
+    accounts = make_owners(owned)
+    with accounts.count_memory(run.batch):
         run.steps(1)
+    ledger = accounts.ledger
     ledger.begin_step()  # what is left of it
     ledger.own("rest", [torch.ones(1)])
     return {owner: size / 2**20 for owner, size in ledger.sum_owners_at_peak().items()}

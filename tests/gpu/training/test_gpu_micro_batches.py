@@ -10,8 +10,7 @@ from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
 from headroom.training.micro_batches import MemoryExhausted, MicroBatches
 from headroom.training.plan import make_plan
-from headroom.watch.allocation_log import AllocationLog
-from headroom.watch.memory_by_owner import MemoryByOwner
+from tests.watch.loop_watch import make_owners
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -53,7 +52,7 @@ class Unseeing:
 
 
 def micro_batches(rows):
-    accounts = MemoryByOwner(AllocationLog(GPU), lambda: {})
+    accounts = make_owners(device=GPU)
     model = torch.nn.Linear(1, 1).to(GPU)
     return accounts, MicroBatches(
         rows,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headroom.base.facts import TrainFacts
-from headroom.data import prefetch
+from headroom.data.prefetch import PinnedStaging
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import RunConfig
@@ -22,7 +22,6 @@ from headroom.training import optim, place, shared_model, trainer
 from headroom.training.admission import Admission
 from headroom.training.plan import Plan, make_plan
 from headroom.watch import leaks
-from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.oom_report import OutOfMemory
 
 if not torch.cuda.is_available():
@@ -107,7 +106,8 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "admit_training", let_in)
     # Micro-batches are also halved where caches were given back in two windows running, and when a
     # window ends depends on the clock.
-    monkeypatch.setattr(MemoryMeter, "is_thrashing", lambda meter: False)
+    thrashing = "headroom.watch.memory_meter.MemoryMeter.is_thrashing"
+    monkeypatch.setattr(thrashing, lambda meter: False)
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +216,8 @@ def test_a_batch_without_room_is_sent_when_the_one_before_is_gone(
     was tried once, and ended runs whose training had fitted."""
     monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    short = _Short(at.__eq__, prefetch.PinnedStaging._send)
-    monkeypatch.setattr(prefetch.PinnedStaging, "_send", short.function())
+    short = _Short(at.__eq__, PinnedStaging._send)
+    monkeypatch.setattr(PinnedStaging, "_send", short.function())
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert short.failed == 1 and done[0].tags["data.residency"] == "pinned"
@@ -230,14 +230,14 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
     """It stayed beside a step that not even one row of fitted."""
     monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    reading: list[prefetch.PinnedStaging] = []
-    real = prefetch.PinnedStaging.read
+    reading: list[PinnedStaging] = []
+    real = PinnedStaging.read
 
-    def read(lane: prefetch.PinnedStaging, *args: Any) -> Any:
+    def read(lane: PinnedStaging, *args: Any) -> Any:
         reading[:] = [lane]
         return real(lane, *args)
 
-    monkeypatch.setattr(prefetch.PinnedStaging, "read", read)
+    monkeypatch.setattr(PinnedStaging, "read", read)
     short = _Short(lambda call: reading[0].is_ahead)
     hooked = short.in_model("register_forward_hook", training=training_too)
     monkeypatch.setattr(shared_model, "make_model", hooked)
@@ -252,15 +252,15 @@ def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
 ) -> None:
     monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    real, sizes = prefetch.PinnedStaging._send, []
+    real, sizes = PinnedStaging._send, []
 
-    def send(lane: prefetch.PinnedStaging, filled: Any) -> Any:
+    def send(lane: PinnedStaging, filled: Any) -> Any:
         sizes.append(len(filled[1][0]))
         if sizes[-1] > ROWS:
             _Short(_every_other)()
         return real(lane, filled)
 
-    monkeypatch.setattr(prefetch.PinnedStaging, "_send", send)
+    monkeypatch.setattr(PinnedStaging, "_send", send)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert max(sizes) == 38 and sizes[-3:-1] == [19, 19]  # the last are two rows for the model
@@ -304,8 +304,8 @@ def test_what_can_never_be_sent_is_told_with_its_phase_and_its_step(
     """All of it was told as the set-up of step 0."""
     monkeypatch.setattr("headroom.data.dataset_batches.RESIDENT_SHARE", 0.0)
     before = leaks.take_baseline(GPU)
-    short = _Short(rows.__lt__, prefetch.PinnedStaging._send)
-    monkeypatch.setattr(prefetch.PinnedStaging, "_send", short.function())
+    short = _Short(rows.__lt__, PinnedStaging._send)
+    monkeypatch.setattr(PinnedStaging, "_send", short.function())
     with pytest.raises(OutOfMemory, match=f"^{re.escape(told)}.* asked for") as ended:
         _train(tmp_path)
     written = json.loads((tmp_path / "memory" / "oom.json").read_text())

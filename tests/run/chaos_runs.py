@@ -24,23 +24,23 @@ from typing import Any
 import torch
 
 from flows import stop
-from headroom.process import signals
 from headroom.run.known_runs import list_known_runs, list_run_folders, read_start
 from headroom.run.record import Record
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training import trainer
-from headroom.training.kept_steps import CHECKPOINTS, list_steps
+from headroom.training.kept_steps import list_steps
 from headroom.training.loop import StopRequest
 from headroom.training.plan import make_plan
 from tasks.detect_device import detect_device
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
+from tests.process.ends import end_by_signals
 from tests.run_folders import SENDING_LOCK, is_held, read_end, write_end
 
-KEY = "chaos"
+KEY, CHECKPOINTS = "chaos", "checkpoints"
 EPOCHS, STEPS = 12, 60  # 160 rows to train on, by 32
 STAGES = ("detected", "prepared", "begun", "trained", "released", "closed")
 SETTINGS: dict[str, Any] = {
@@ -397,8 +397,7 @@ def _senders(place: Path) -> list[int]:
 def _flow(place: Path, way: Way) -> None:
     """What flows/train.py does, in this process, which is a fork."""
     _enter(place, way)
-    signals.install_signal_handlers()
-    signals.enable_signal_exceptions()
+    end_by_signals()
     taken = iter(range(1, 10**9))
     began_s = time.monotonic()
 
@@ -457,11 +456,11 @@ def _flow(place: Path, way: Way) -> None:
 
 def _sweep(place: Path) -> None:
     """What the sending process of another run does at its end, again and again."""
-    from headroom.tracking.mlflow_store import remove_old_journals  # imports MLflow
+    from tests.tracking.test_old_journals import sweep  # imports MLflow
 
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
-        remove_old_journals(place / ".headroom" / "runs", keep=1)
+        sweep(place / ".headroom" / "runs", keep=1)
         time.sleep(0.005)
 
 
