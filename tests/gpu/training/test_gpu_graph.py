@@ -20,7 +20,7 @@ from headroom.training.optimizer_step import Step
 from headroom.training.plan import make_plan
 from headroom.watch.leaks import release_device_memory, take_baseline
 from headroom.watch.phases import Watched
-from tests.gpu.training.test_gpu_recovery import _Short
+from tests.gpu.training.short_memory import Short
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -70,7 +70,7 @@ def test_a_recording_is_given_up_where_memory_is_short(
 ) -> None:
     """A graph kept a second set of activations to the end, while micro-batches were halved."""
     before = torch.cuda.memory_reserved(GPU)
-    short = _Short(lambda call: call == 10)  # by then steps are replayed
+    short = Short(lambda call: call == 10)  # by then steps are replayed
     monkeypatch.setattr(
         shared_model, "make_model", short.in_model("register_forward_hook", training=False)
     )
