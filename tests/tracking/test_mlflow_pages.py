@@ -86,7 +86,7 @@ def test_a_comparison_has_a_view_of_its_own_that_its_address_names() -> None:
     key, value = view.make_tag()
     path = mlflow_pages.make_comparison_path("1", view.run_id)
     assert f"viewStateShareKey={key.removeprefix(mlflow_pages.VIEWS)}&" in path
-    assert re.fullmatch(r"[0-9a-f]{64}", key.removeprefix(mlflow_pages.VIEWS)), "no secret has it"
+    assert re.fullmatch("of-[0-9a-f]{8}", key.removeprefix(mlflow_pages.VIEWS)), "as no secret is"
     state = _unpack(value)
     assert view.run_id in state["searchFilter"]
     assert (state["orderByKey"], state["orderByAsc"]) == ("metrics.`val/loss`", True)

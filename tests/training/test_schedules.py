@@ -27,7 +27,8 @@ from headroom.training import optim
 
 def choose(best_metric: str) -> Any:
     """What weights are the best by."""
-    return RunConfig.model_validate({"train": {"best_metric": best_metric}}).train.best
+    train = {"best_metric": best_metric, "metrics": {"x": "torch:abs"}}
+    return RunConfig.model_validate({"train": train}).train.best
 
 
 LOSS = choose("val/loss")
