@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from headroom.data.source_data import DataError
 from headroom.device.detection import DeviceError, TemporaryDeviceError
-from headroom.ranks.ranks import LostProcess
+from headroom.ranks.ranks import LostProcess, LostRank
 from headroom.run.failures import Failure, classify_failure
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError
@@ -77,6 +77,7 @@ CASES = {
         "always",
     ),
     "a process": (LostProcess("rank 1 was ended by SIGKILL"), "process_lost", "never"),
+    "a peer": (LostRank("a peer is gone: Connection reset by peer"), "process_lost", "never"),
     "assert": (_cuda("device-side assert triggered"), "user_code", "never"),
     "no kernel": (_cuda("no kernel image is available for execution"), "user_code", "never"),
     "resources": (RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"), "user_code", "never"),
