@@ -29,14 +29,16 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch.optim would import in each fork
 
-from headroom.device.leases import Leases
-from headroom.process import signals
-from headroom.training import checkpoint_files, kept_steps
-from headroom.training.checkpoints import read_newest
 from headroom.training.loop import StopRequest
-from tests.chaos_runs import Broken, Runs
 from tests.conftest import warm_python
-from tests.training.test_checkpoint_files import damage, written_pair
+from tests.device.test_leases import hold_gpu
+from tests.run.chaos_runs import Broken, Runs
+from tests.training.test_checkpoint_files import (
+    damage,
+    find_step_after_damage,
+    read_all_kept,
+    written_pair,
+)
 from tests.training.test_resume import SAME, WAYS, same_to_the_bit, train
 
 ROOT = Path(__file__).parent.parent
@@ -186,9 +188,7 @@ class Chaos:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _no_announced_one_is_lost(self, folder: Path) -> None:
-        kept = kept_steps.list_steps(folder / "checkpoints")
-        for step in kept:
-            checkpoint_files.read_checkpoint(folder / "checkpoints", step)  # raises Damaged
+        read_all_kept(folder / "checkpoints")
 
     # Checkpoints
 
@@ -196,12 +196,10 @@ class Chaos:
         folder = Path(tempfile.mkdtemp(prefix="damaged-", dir=self.place))
         written_pair(folder)
         told = damage(folder, self.drawn)
-        try:
-            checkpoint_files.read_checkpoint(folder, 2)
+        found = find_step_after_damage(folder, damaged=2)
+        if found == 2:
             raise Broken(f"{told} was not noticed; see {folder}")
-        except checkpoint_files.DamagedCheckpoint:
-            found = read_newest(folder)
-        if found is None or found.step != 1:
+        if found != 1:
             raise Broken(f"{told}: the one before was not taken; see {folder}")
         shutil.rmtree(folder)
         self._count(kind)
@@ -214,14 +212,12 @@ class Chaos:
         dies = self.drawn.random() < 0.3
 
         def trains(is_first: bool) -> None:
-            lease = Leases(leases, wait_s=60, holder="one of a pair")
-            lease.take(["GPU-1"])
-            inside.touch(exist_ok=False)  # fails where the other one is inside
-            time.sleep(0.005)
-            inside.unlink()
-            if dies and is_first:
-                os.kill(os.getpid(), signal.SIGKILL)
-            lease.close()
+            with hold_gpu(leases, wait_s=60):
+                inside.touch(exist_ok=False)  # fails where the other one is inside
+                time.sleep(0.005)
+                inside.unlink()
+                if dies and is_first:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         pids = [_forked(partial(trains, f), self.place / "pair.log") for f in (True, False)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -313,15 +309,17 @@ def _train(folder: Path, sections: dict[str, Any], *, resumes: bool, dies_after:
         raise RuntimeError("at a random moment")
 
     signal.signal(signal.SIGUSR2, fails)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with signals.defer_signals() as came:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
 
-        def asked() -> StopRequest | None:
-            if next(steps) == dies_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return None if came() is None else StopRequest("", act=signals.deliver_signal)
+    def asked() -> StopRequest | None:
+        if next(steps) == dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return StopRequest("", act=partial(sys.exit, 143)) if came else None
 
-        train(folder / "run", sections, log=log, resumes=resumes, check_stop=asked)
+    train(folder / "run", sections, log=log, resumes=resumes, check_stop=asked)
+    if came:
+        sys.exit(143)
 
 
 def _die_in(name: str, at: int) -> None:

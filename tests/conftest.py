@@ -2,7 +2,6 @@
 
 import gc
 import importlib
-import json
 import os
 import shutil
 import socket
@@ -10,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from headroom.base.event_log import LOG, SENT, make_event
+from tests.prefect.shared_server import prefect_api as prefect_api
+from tests.run_folders import LOG
 
 ROOT = Path(__file__).parent.parent
 WARM = Path(__file__).parent / "warm"
@@ -34,7 +34,7 @@ LIBRARIES = (
 # longest first; those that load both cores (team, postgresql) stand apart from each other, and from
 # scheduled, whose server has to answer in time.
 SLOW = (
-    "flows/test_scheduled",
+    "services/test_scheduled",
     "test_readme",
     "flows/cli/test_train_command",
     "data/test_fuzz_readers",
@@ -52,13 +52,13 @@ SLOW = (
     "flows/test_own",
     "flows/test_framework_loops",
     "flows/test_families",
-    "flows/test_names",
+    "base/test_names_of_runs",
     "flows/test_predict",
     "test_install",
-    "tasks/test_forecast_other_gpus",
+    "training/test_gpu_fit",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
-    "ranks/test_sharding",
+    "training/test_sharded_training",
     "flows/test_secrets",
     "tracking/test_mlflow_sender",
     "tracking/test_orphaned_runs",
@@ -123,29 +123,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     sys.executable = PYTHON
     shutil.rmtree(APART, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def prefect_api() -> Iterator[str]:
-    """A real server for the flows that run in this process."""
-    from prefect.settings import (
-        PREFECT_API_URL,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-        PREFECT_LOGGING_TO_API_ENABLED,
-        temporary_settings,
-    )
-
-    from headroom.prefect import local_prefect, run_task
-
-    run_task.fix_prefect_after_fork()
-    with local_prefect.share_server(local_prefect.find_prefect_home()) as url:
-        settings = {
-            PREFECT_API_URL: url,
-            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
-            PREFECT_LOGGING_TO_API_ENABLED: False,
-        }
-        with temporary_settings(settings):
-            yield url
 
 
 @pytest.fixture
@@ -238,15 +215,6 @@ def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def compare(desk: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
     """Starts `python -m flows.compare` in `place`."""
     return partial(desk, module="flows.compare", cold=True)
-
-
-def write_end(folder: Path, run: Mapping[str, Any], *, is_sent: bool = False) -> None:
-    """Let the log of a run's folder say how it ended. is_sent: MLflow has it."""
-    with open(folder / LOG, "ab") as log:
-        log.write(make_event("end", run, unix_ms=7))
-        offset = log.tell()
-    if is_sent:
-        (folder / SENT).write_text(json.dumps({"closed": True, "offset": offset}))
 
 
 def is_training(place: Path) -> bool:

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 SUBJECTS = {
     "headroom/data/targets.py": ["data/test_split.py"],
     "headroom/data/row_parts.py": ["data/test_row_parts.py"],
-    "headroom/base/scores.py": ["data/test_figures.py"],
+    "headroom/base/scores.py": ["base/test_scores.py"],
     "headroom/data/encoding.py": ["data/test_encoding.py"],
     "headroom/training/optim.py": ["training/test_optim.py"],
     "headroom/training/evaluation.py": ["training/test_evaluation.py", "training/test_loop.py"],

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,6 @@ from ruamel.yaml import YAML
 from sqlalchemy import create_engine, text
 
 from headroom.prefect.prefect_http import call_api, is_healthy
-from headroom.services.parts import await_end, end_processes
 
 ROOT = Path(__file__).parent.parent
 SERVICES = YAML(typ="safe").load(ROOT / "compose.yaml")["services"]
@@ -148,7 +147,7 @@ class Postgres:
         family = [self.process, *self.process.children(recursive=True)]
         for process in family:
             process.send_signal(signal.SIGKILL)
-        assert not await_end(family, wait_s=20)
+        assert not _await_end(family, wait_s=20)
         # Collected by who started it: else the next one takes a zombie for a server that is up.
         self.process.wait(timeout=20)
 
@@ -171,7 +170,7 @@ def run_postgres(password: str, folder: Path | None = None) -> Iterator[Postgres
         try:
             yield made
         finally:
-            end_processes([made.process], wait_s=5)
+            _end([made.process], wait_s=5)
             made.process.wait(timeout=20)
 
 
@@ -251,8 +250,8 @@ class Team:
             process = self.parts[name]
             with suppress(psutil.Error):
                 family = process.children(recursive=True)
-                end_processes([process], wait_s=20)
-                end_processes(family, wait_s=5)
+                _end([process], wait_s=20)
+                _end(family, wait_s=5)
             process.wait(timeout=20)
 
 
@@ -283,3 +282,28 @@ def run_team(project: Path, env: Mapping[str, str]) -> Iterator[Team]:
             yield team
         finally:
             team.stop()
+
+
+def _await_end(processes: Sequence[psutil.Process], *, wait_s: float) -> list[psutil.Process]:
+    """Wait, and return those that still run; what nobody has collected yet has ended."""
+    until = time.monotonic() + wait_s
+    while True:
+        left = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def _end(processes: Sequence[psutil.Process], *, wait_s: float) -> None:
+    """Ask them to end, and kill what has not done so then."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in _await_end(processes, wait_s=wait_s):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _await_end(processes, wait_s=5)

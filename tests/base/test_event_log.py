@@ -14,6 +14,7 @@ from headroom.base.event_log import (
     LOG,
     SENT,
     append_event,
+    append_line,
     is_sent,
     make_event,
     make_line,
@@ -234,3 +235,21 @@ def test_a_log_is_sent_when_its_last_byte_is_and_that_is_its_end(tmp_path: Path)
     (tmp_path / SENT).write_text(json.dumps({"closed": True, "offset": size}))
     log.unlink()  # a removal that was interrupted
     assert is_sent(tmp_path)
+
+
+def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
+    """Half a line would spoil the one after it, and the sending of both."""
+
+    class Full(io.FileIO):
+        def write(self, data: bytes) -> int:
+            return super().write(data[:7] if room else data)
+
+    file, room = Full(tmp_path / "events.jsonl", "ab"), []
+    append_line(file, b'{"step": 1}\n')
+    room.append(True)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(file, b'{"step": 2}\n')
+    room.clear()
+    append_line(file, b'{"step": 3}\n')
+    file.close()
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'

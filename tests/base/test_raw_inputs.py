@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headroom.base.raw_inputs import count_inputs, make_inputs, restore_raw_values
-from headroom.data import preparation
+from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.models import builtin, predictor
 from headroom.settings.run_config import DataConfig
 
@@ -38,15 +38,15 @@ def _prepared(tmp_path: Path, missing: str):
     config = DataConfig(
         path=str(path), cache=str(tmp_path / "cache"), args={"missing": missing, "drop": ["note"]}
     )
-    return preparation.prepare_dataset(config), pd.read_csv(path)
+    return prepare_dataset(config), pd.read_csv(path)
 
 
-def _loaded(tmp_path: Path, facts) -> predictor.Predictor:
+def _loaded(tmp_path: Path, facts, task: str = "classification"):
     model = builtin.build_model("linear", input_shape=facts.input_shape, outputs=2, args={})
     spec = {
         "model": "linear",
         "args": {},
-        "task": "classification",
+        "task": task,
         "source": "csv",
         "input_shape": facts.input_shape,
         "outputs": 2,
@@ -64,7 +64,7 @@ def _loaded(tmp_path: Path, facts) -> predictor.Predictor:
 @pytest.mark.parametrize("missing", ["mean", "drop"])
 def test_the_rows_of_the_file_give_the_outputs_of_the_prepared_rows(tmp_path, missing):
     facts, rows = _prepared(tmp_path, missing)
-    loaded, arrays = _loaded(tmp_path, facts), preparation.load_arrays(facts)
+    loaded, arrays = _loaded(tmp_path, facts), load_arrays(facts)
     given = loaded.outputs(rows.sample(frac=1, random_state=0)[rows.columns[::-1]])
     whole = given[~np.isnan(given).any(axis=1)]
     assert len(whole) == facts.train_rows + facts.val_rows
@@ -84,7 +84,7 @@ def test_a_row_with_a_hole_is_not_guessed_and_the_others_are_predicted(tmp_path)
     assert predicted["probability"].isna().tolist() == holes.tolist()
     whole = loaded.predict(rows[~holes])
     assert predicted["prediction"][~holes].tolist() == whole["prediction"].tolist()
-    regression = predictor.Predictor({**loaded.spec, "task": "regression"}, loaded.model)
+    regression = _loaded(tmp_path / "regression", facts, "regression")
     assert regression.predict(rows).isna().any(axis=1).tolist() == holes.tolist()
 
 
@@ -157,3 +157,14 @@ def test_a_model_without_raw_columns_takes_inputs_as_before(tmp_path):
     (tmp_path / "model" / "spec.json").write_text(json.dumps(spec))
     x = np.ones((3, 4), dtype=np.float32)
     assert (predictor.load(tmp_path / "model").outputs(x) == loaded.outputs(x)).all()
+
+
+def test_dates_come_back_from_their_inputs_as_they_were_written(tmp_path):
+    days = pd.date_range("2019-12-28 03:30", periods=300, freq="31h")
+    table = pd.DataFrame({"at": days, "day": days.normalize(), "y": np.arange(300) % 7 * 1.5})
+    table.to_csv(tmp_path / "given.csv", index=False)
+    config = DataConfig(path=str(tmp_path / "given.csv"), cache=str(tmp_path / "cache"))
+    columns = [asdict(column) for column in prepare_dataset(config).columns]
+    there_again = restore_raw_values(make_inputs(table, columns, missing="fail").x, columns)
+    assert there_again["at"] == table["at"].dt.strftime("%Y-%m-%dT%H:%M").tolist()
+    assert there_again["day"] == table["day"].dt.strftime("%Y-%m-%d").tolist()

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from flows.cli.compare_command import parse_comparison
-from headroom.base.event_log import append_line, make_line
 from headroom.comparison import trainings
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import Goal, MeasuredRun
 from headroom.comparison.search import STUDY, Trials
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
 from headroom.settings.read_settings import ConfigError
-from tests.conftest import PYTHON, write_end
+from tests.conftest import PYTHON
+from tests.run_folders import append_lines, make_line, write_end
 from tests.test_house import MODULES, _names
 
 LOSS = Goal("val/loss", True)
@@ -116,14 +116,13 @@ def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> 
         folder = tmp_path / f"journal{cell.number}"
         folder.mkdir()
         assert not trials.is_pruned(cell, folder), "it has told nothing yet"
-        with open(folder / "events.jsonl", "ab", buffering=0) as journal:
-            for epoch, value in enumerate(values, 1):
-                metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
-                append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
-                append_line(journal, make_line({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
-                is_pruned = trials.is_pruned(cell, folder)
-                assert is_pruned == (cell.number == 3 and epoch >= 2), f"epoch {epoch}"
-                assert not trials.is_pruned(cell, folder), "of one look at an epoch"
+        for epoch, value in enumerate(values, 1):
+            metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
+            append_lines(folder, make_line(metrics, 10 * epoch, unix_ms=1))
+            append_lines(folder, make_line({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
+            is_pruned = trials.is_pruned(cell, folder)
+            assert is_pruned == (cell.number == 3 and epoch >= 2), f"epoch {epoch}"
+            assert not trials.is_pruned(cell, folder), "of one look at an epoch"
         if not is_pruned:
             _finish(trials, cell, min(values))
     ended = trials.take_end(cell, TrainingEnd(3, "KILLED", "c"), folder)
@@ -139,10 +138,9 @@ def test_a_training_at_its_last_epoch_is_not_ended_early(tmp_path: Path) -> None
         cell = _next(trials)
         folder = tmp_path / f"journal{cell.number}"
         folder.mkdir()
-        with open(folder / "events.jsonl", "ab", buffering=0) as journal:
-            for epoch in (1, 2, 3):
-                metrics = {"val/loss": value, "train/epoch": float(epoch)}
-                append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
+        for epoch in (1, 2, 3):
+            metrics = {"val/loss": value, "train/epoch": float(epoch)}
+            append_lines(folder, make_line(metrics, 10 * epoch, unix_ms=1))
         assert not trials.is_pruned(cell, folder)
         assert trials.study.trials[cell.number - 1].intermediate_values == dict.fromkeys(
             (1, 2, 3), value

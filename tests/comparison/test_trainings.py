@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from flows.cli.compare_command import parse_comparison
-from headroom.base.event_log import TRAINING_LOCK
 from headroom.base.file_lock import FileLock
 from headroom.comparison.grid import Cell
 from headroom.comparison.trainings import (
@@ -18,10 +17,9 @@ from headroom.comparison.trainings import (
     open_comparison,
     run_trainings,
 )
-from headroom.run.known_runs import RunStart
 from headroom.settings.read_settings import ConfigError, override_config
 from headroom.settings.run_config import RunConfig
-from tests.conftest import write_end
+from tests.run_folders import TRAINING_LOCK, write_end, write_start
 
 
 def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
@@ -32,7 +30,7 @@ def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
     folder = tmp_path / "runs" / "1"
     folder.mkdir(parents=True)
     key = f"{comparison.folder.name}/0001"
-    RunStart("id-of-it", "1", "name", key=key).write(folder)
+    write_start(folder, "id-of-it", name="name", key=key)
     lock = FileLock(folder / TRAINING_LOCK)
     assert lock.take()
 

@@ -24,10 +24,11 @@ import numpy as np
 from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.settings.read_settings import ConfigError, resolve_config
-from headroom.settings.run_config import TABLE_FILES, DataConfig, RunConfig
+from headroom.settings.run_config import DataConfig, RunConfig
 from tests.data.configs import change_config, make_data_config
 
 LONGEST_S = 5
+TABLES = ("csv", "tsv", "jsonl", "parquet")
 MOST_BYTES = 1 << 30  # of address space beyond what reading the whole files took
 NUMBERS = np.random.default_rng(1).normal(size=(24, 3))
 LABELS = np.arange(24) % 3
@@ -311,7 +312,7 @@ def place(
         (path / "2.parquet").write_bytes(dict(seeds(kind))[name])
     else:
         path.write_bytes(content)
-    if kind in TABLE_FILES and chance:
+    if kind in TABLES and chance:
         more["missing"] = chance.choice(("fail", "drop", "mean"))
         more["drop"] = chance.choice(([], [], ["b"]))
     return make_data_config(source=kind, path=str(path), cache=str(folder / "cache"), **more)
@@ -364,7 +365,7 @@ def main(kind: str, count: int, folder: Path, first: int = 0) -> int:
     if kind != "settings":
         for name, content in files:
             data = place(kind, name, content, folder)
-            read(change_config(data, missing="mean") if data.source in TABLE_FILES else data)
+            read(change_config(data, missing="mean") if data.source in TABLES else data)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + MOST_BYTES,) * 2)
     good = 0

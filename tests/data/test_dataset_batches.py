@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from headroom.base.threads import map_in_order
 from headroom.data import prefetch
 from headroom.data.dataset_batches import (
     BLOCK_BYTES,
@@ -223,23 +222,6 @@ def test_a_row_that_is_not_there_is_never_read(on_disk) -> None:
     for rows in (np.arange(15, 21), np.arange(-1, 5)):
         with pytest.raises(AssertionError, match="a row that is not there"):
             prefetch.gather_rows(on_disk, rows, whole)
-
-
-def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
-    asked: list[int] = []
-
-    def work():
-        for number in range(6):
-            asked.append(number)
-            yield number
-
-    results = map_in_order(lambda number: number, work(), threads=1)
-    for number in range(4):
-        assert next(results) == number
-        assert asked[-1] == number + 1
-    assert threads()
-    results.close()
-    assert not threads() and asked[-1] == 4
 
 
 def test_a_cpu_reads_without_a_thread(on_disk) -> None:

@@ -2,13 +2,10 @@
 and key."""
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 
 from headroom.base.facts import DataFacts
@@ -16,50 +13,14 @@ from headroom.data import json_lines
 from headroom.data.preparation import check_data, prepare_dataset
 from headroom.data.readers import open_table
 from headroom.data.source_data import DataError
-from headroom.prediction.input_batches import Batch, Needs, measure_amount, read_batches
-from headroom.prediction.request import make_order
 from headroom.settings.run_config import DataConfig
 from tests.data.configs import make_data_config
-
-AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "category")), width=2)
-ROWS: list[dict[str, Any]] = [
-    {
-        "row": i,
-        "amount": [None, 0.5, -3e-7, 12, 1e22][i % 5],
-        "flag": i % 3 == 0,
-        "colour": ["red", 'gr\u00fcn, "hell"', "", None][i % 4],
-        "zip": ["007", "8001"][i % 2],
-        "day": f"2026-11-{i % 28 + 1:02}T18:30:00",
-        "mixed": [7, "b", "c", "d", "e"][i % 5],
-        "holes": math.nan if i % 6 == 0 else i / 7,
-        "y": i % 2,
-    }
-    for i in range(120)
-]
+from tests.data.json_rows import ROWS, dump_lines, write_csv, write_lines
 
 
 def _prepare(path: Path, **more: Any) -> DataFacts:
     given = {"path": str(path), "cache": str(path.with_name(f"cache {path.name}")), **more}
     return prepare_dataset(make_data_config(**given))
-
-
-def _write(folder: Path, *lines: str | bytes, name: str = "rows.jsonl") -> Path:
-    path = folder / name
-    path.write_bytes(
-        b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
-    )
-    return path
-
-
-def _dump(rows: list[dict[str, Any]]) -> list[str]:
-    return [json.dumps(row) for row in rows]
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pd.DataFrame([{k: v for k, v in row.items()} for row in rows], dtype=object).to_csv(
-        path, index=False
-    )
-    return path
 
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 19])
@@ -81,8 +42,8 @@ def test_json_lines_are_prepared_as_a_csv_of_the_same_rows(
 ) -> None:
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", block_bytes)
     rows = [{**row, "amount": 1.5 + i} for i, row in enumerate(ROWS)] if "target" in more else ROWS
-    plain = _prepare(_write_csv(tmp_path / "rows.csv", rows), **more)
-    found = _prepare(_write(tmp_path, *_dump(rows), name="rows.ndjson"), **more)
+    plain = _prepare(write_csv(tmp_path / "rows.csv", rows), **more)
+    found = _prepare(write_lines(tmp_path, *dump_lines(rows), name="rows.ndjson"), **more)
     assert (found.source, found.decimal) == ("jsonl", ".")
     assert found.fingerprint == plain.fingerprint
     assert found.columns == plain.columns and found.notes == plain.notes
@@ -94,8 +55,10 @@ def test_a_key_that_a_line_lacks_is_missing_there_and_keys_may_come_in_any_order
     whole = [{"a": i, "b": i / 4 if i % 3 else None, "y": i % 2} for i in range(40)]
     some = [dict(reversed([(k, v) for k, v in row.items() if v is not None])) for row in whole]
     some[1] = whole[1]
-    found = _prepare(_write(tmp_path, *_dump(some), "", " \t", name="some.jsonl"), missing="mean")
-    plain = _prepare(_write(tmp_path, *_dump(whole)), missing="mean")
+    found = _prepare(
+        write_lines(tmp_path, *dump_lines(some), "", " \t", name="some.jsonl"), missing="mean"
+    )
+    plain = _prepare(write_lines(tmp_path, *dump_lines(whole)), missing="mean")
     assert sorted(found.feature_names or ()) == sorted(plain.feature_names or ()) == ["a", "b"]
     assert found.notes == plain.notes and "14 missing values of 'b'" in found.notes[0]
 
@@ -131,7 +94,7 @@ def test_what_is_wrong_is_told_by_line_and_key(
     tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     rows = [f'{{"a": {i}.5, "y": {i % 2}}}' for i in range(19)]
-    path = _write(tmp_path, rows[0], "", line, *rows[1:])
+    path = write_lines(tmp_path, rows[0], "", line, *rows[1:])
     with pytest.raises(DataError) as told:
         _prepare(path)
     assert str(told.value).startswith(f"data.path: rows.jsonl {said}"), told.value
@@ -140,28 +103,26 @@ def test_what_is_wrong_is_told_by_line_and_key(
 
 def test_nested_values_that_are_left_out_are_no_trouble(tmp_path: Path) -> None:
     rows = [{"a": i, "tags": [i, {"b": i}], "y": i % 2} for i in range(20)]
-    assert _prepare(_write(tmp_path, *_dump(rows)), drop=["tags"]).feature_names == ("a",)
+    assert _prepare(write_lines(tmp_path, *dump_lines(rows)), drop=["tags"]).feature_names == ("a",)
 
 
-def test_a_key_that_comes_up_late_is_refused_by_line_and_prediction_leaves_it_out(
+def test_a_key_that_comes_up_late_is_refused_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns are decided before all rows are read; what was not seen would go unsaid."""
     monkeypatch.setattr(json_lines, "HEAD_BYTES", 200)
     rows: list[dict[str, Any]] = [{"a": i, "b": "uv"[i % 2], "y": i % 2} for i in range(40)]
     rows[30]["c"] = 1
-    path = _write(tmp_path, *_dump(rows))
+    path = write_lines(tmp_path, *dump_lines(rows))
     check_data(DataConfig(path=str(path), cache=str(tmp_path)))
     with pytest.raises(DataError, match="rows.jsonl line 31 has the key 'c', which no line in the"):
         _prepare(path)
-    (batch,) = _predict(path, AB)
-    assert batch.rows["a"].tolist() == [*range(40)]
 
 
 @pytest.mark.parametrize("content", ["\n\n", "{}\n{}\n", " "])
 def test_a_file_without_values_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(DataError, match="^data.path: rows.jsonl has no values in its first lines"):
-        check_data(DataConfig(path=str(_write(tmp_path, content)), cache=str(tmp_path)))
+        check_data(DataConfig(path=str(write_lines(tmp_path, content)), cache=str(tmp_path)))
 
 
 def test_a_line_of_more_than_16_mib_is_one_sentence(
@@ -171,18 +132,18 @@ def test_a_line_of_more_than_16_mib_is_one_sentence(
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 16)
     monkeypatch.setattr(json_lines, "LONGEST_BYTES", 64)
     rows = ['{"a": 1, "y": 0}'] * 5
-    path = _write(tmp_path, *rows, '{"a": "' + "x" * 200 + '", "y": 1}', *rows)
+    path = write_lines(tmp_path, *rows, '{"a": "' + "x" * 200 + '", "y": 1}', *rows)
     with pytest.raises(DataError, match="rows.jsonl line 6 is longer than 64 B; mend it, or write"):
         _prepare(path)
 
 
 def test_keys_that_are_values_do_not_become_a_million_columns(tmp_path: Path) -> None:
     """A table next to empty: of each MiB of file it would take gigabytes."""
-    path = _write(tmp_path, *(f'{{"id{i}":1}}' for i in range(90_000)))
+    path = write_lines(tmp_path, *(f'{{"id{i}":1}}' for i in range(90_000)))
     with pytest.raises(DataError, match=r"line 1 to .* values, of [0-9,]+ different keys, each of"):
         check_data(DataConfig(path=str(path), target="id1", cache=str(tmp_path)))
     names = [f"c{i}" for i in range(5000)]
-    path = _write(tmp_path, json.dumps({n: 1 for n in names}), *["{}"] * 200_000)
+    path = write_lines(tmp_path, json.dumps({n: 1 for n in names}), *["{}"] * 200_000)
     with pytest.raises(DataError, match="values, of 5,000 different keys, each of which is a colu"):
         _prepare(path, target="c1", missing="mean")
 
@@ -206,7 +167,7 @@ def test_lines_that_are_alike_are_read_as_each_line_by_itself(
         f'{{"a": {chance.choice(taken)},"b" :{chance.choice(taken)}, "\u00fc": 1}}' + "\r" * (i % 2)
         for i in range(400)
     ]
-    path = _write(tmp_path, *lines, "")
+    path = write_lines(tmp_path, *lines, "")
     found = [list(open_table(path, "jsonl").read([1, 0]))]
     monkeypatch.setattr(json_lines, "MOST_GROUPS", 0)
     found.append(list(open_table(path, "jsonl").read([1, 0])))
@@ -234,65 +195,11 @@ def test_lines_that_are_alike_are_read_as_each_line_by_itself(
     ],
 )
 def test_what_is_no_json_is_refused_among_lines_that_are_alike(tmp_path: Path, line: str) -> None:
-    path = _write(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
+    path = write_lines(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
     with pytest.raises(DataError, match="rows.jsonl line 2 (is no JSON|holds more than an object)"):
         open_table(path, "jsonl")
-    path = _write(tmp_path, '{"a":1,"b":1}', '{"a":1,"b":1}', '{"a":1,"b":1}')
+    path = write_lines(tmp_path, '{"a":1,"b":1}', '{"a":1,"b":1}', '{"a":1,"b":1}')
     table = open_table(path, "jsonl")
-    _write(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
+    write_lines(tmp_path, '{"a":1,"b":1}', line, '{"a":1,"b":1}')
     with pytest.raises(DataError, match="rows.jsonl line 2 (is no JSON|holds more than an object)"):
         list(table.read([0]))
-
-
-# Rows to predict
-
-
-def _predict(path: Path, needs: Needs, *keep: str) -> list[Batch]:
-    order = make_order(input=str(path), output=str(path.with_name("o.jsonl")), keep=keep)
-    found = list(read_batches(order, needs))
-    assert found[-1].done == measure_amount(order, needs)
-    return found
-
-
-def test_rows_to_predict_come_as_those_of_a_csv_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 256)
-    rows = [
-        {"b": row["colour"], "a": row["holes"], "id": i, "more": [i]} for i, row in enumerate(ROWS)
-    ]
-    found = _predict(_write(tmp_path, *_dump(rows)), AB, "id")
-    assert len(found) > 3 and found[1].at(0) == f"rows.jsonl row {len(found[0].rows) + 1}"
-    (plain,) = _predict(_write_csv(tmp_path / "rows.csv", rows), AB, "id")
-    given = pd.concat([batch.rows for batch in found], ignore_index=True)
-    np.testing.assert_array_equal(given["a"].to_numpy(float), plain.rows["a"].to_numpy(float))
-    assert given["b"].fillna("").tolist() == plain.rows["b"].fillna("").tolist()
-    kept = [text for batch in found for text in batch.kept["id"].to_pylist()]
-    assert kept == [str(i) for i in range(120)]
-
-
-def test_a_model_with_a_decimal_comma_takes_the_numbers_of_json(tmp_path: Path) -> None:
-    """data.args.decimal says how a CSV is written; JSON has a point whatever the training had."""
-    needs = Needs("regression", "csv", (1,), (("a", "number"),), decimal=",")
-    (batch,) = _predict(_write(tmp_path, '{"a": 1.5}', '{"a": null}', '{"a": 2}'), needs)
-    assert batch.rows["a"].fillna(-1).tolist() == [1.5, -1, 2]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"a": "x", "b": "u"}', "row 2, column 'a': must be a number (got 'x'); mend the cell"),
-        ('{"a": {"c": 1}, "b": "u"}', "line 2, key 'a': holds an object; give each of its values"),
-        ('{"a": 1, "a": 1}', "line 2 has the key 'a' twice; keep one"),
-        ("1", "line 2 is no object ('1'); write each row as an object"),
-    ],
-)
-def test_rows_that_cannot_be_predicted_are_told_by_line_and_key(
-    tmp_path: Path, line: str, said: str
-) -> None:
-    path = _write(tmp_path, '{"a": 1, "b": "u"}', line)
-    with pytest.raises(DataError) as told:
-        _predict(path, AB)
-    assert str(told.value).startswith(f"input: rows.jsonl {said}"), told.value
-    with pytest.raises(DataError, match="^input: rows.jsonl has no column 'b'; it has 'a'"):
-        _predict(_write(tmp_path, '{"a": 1}'), AB)

@@ -13,8 +13,6 @@ from headroom.base.raw_inputs import make_inputs
 from headroom.data import delimited_text, preparation
 from headroom.data.columns import TEXT_TYPE, describe_remedy, find_form
 from headroom.data.source_data import DataError
-from headroom.prediction.input_batches import Needs, read_batches
-from headroom.prediction.request import Order
 from headroom.settings.read_settings import resolve_config
 from headroom.settings.run_config import DataConfig
 from tests.data.configs import change_config, make_data_config
@@ -233,28 +231,6 @@ def test_a_number_may_mean_missing(tmp_path, source):
     assert [column.fill for column in facts.columns] == pytest.approx([2, 6], abs=0.3)
     rows = make_inputs(frame, [asdict(c) for c in facts.columns], missing="mean", na=facts.na)
     assert rows.x[1, 0] == np.float32(facts.columns[0].fill)
-
-
-def test_prediction_reads_a_file_of_text_as_the_training_did(tmp_path):
-    """The same words for missing, and the same decimal mark."""
-    columns = (("a", "number"), ("c", "category"))
-    needs = Needs("classification", "csv", (2,), columns, na=("?",), decimal=",")
-    path = tmp_path / "rows.tsv"
-    path.write_text("a\tc\n1,5\tNA\n?\t?\n")
-    order = Order("latest", str(path), "tsv", str(tmp_path / "o.csv"), "csv")
-    (batch,) = read_batches(order, needs)
-    assert batch.rows["a"].tolist()[0] == 1.5 and np.isnan(batch.rows["a"][1])
-    known = [
-        {"name": "a", "kind": "number", "values": (), "fill": 9.0},
-        {"name": "c", "kind": "category", "values": ("NA", "missing"), "fill": "missing"},
-    ]
-    x = make_inputs(batch.rows, known, missing="mean", na=needs.na).x
-    assert x.tolist() == [[1.5, 1, 0], [9, 0, 1]]
-    stranger = pd.DataFrame({"a": [1.5, None], "c": ["NA", None]})
-    assert make_inputs(stranger, known, missing="mean", na=needs.na).x.tolist() == x.tolist()
-    path.write_text("a\tc\n1.5\tNA\n")
-    with pytest.raises(DataError, match="column 'a': must be a number, with a decimal comma as da"):
-        list(read_batches(order, needs))
 
 
 def test_a_fraction_among_classes_is_said_to_have_made_a_regression(tmp_path):

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from headroom.base.facts import DataFacts
 from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.data.source_data import DataError
-from headroom.run.findings import make_data_inputs
 from headroom.settings.run_config import DataConfig
 from tests.data.configs import make_data_config
 
@@ -155,9 +154,6 @@ def test_rows_that_are_put_aside_by_chance_are_of_each_class(tmp_path: Path, tas
             counts = table.target[part].value_counts()
             rows = {"a": 180, "b": 50, "c": 10}
             assert all(abs(counts[c] - share * n) <= 1 for c, n in rows.items())
-    told = make_data_inputs(DataConfig(path="rows.csv"), facts)
-    assert [one["context"] for one in told] == ["training", "validation", "test"]
-    assert told[2]["name"] == "rows.csv (test)"
 
 
 def test_scaling_knows_the_training_rows_only(tmp_path: Path) -> None:

@@ -23,10 +23,8 @@ from headroom.device.detection import detect_best_device
 from headroom.models import predictor
 from headroom.settings.run_config import (
     DataConfig,
-    ModelConfig,
     OptimConfig,
     RunConfig,
-    TrainConfig,
 )
 from headroom.training import trainer
 from headroom.training.plan import make_plan
@@ -410,9 +408,9 @@ def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it
         data=_config(
             tmp_path, text, name="text", source="text", context=32, validation_fraction=0.1
         ),
-        model=ModelConfig(name="transformer", args={"layers": 1, "heads": 2, "width": 32}),
+        model={"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 32}},
         optim=OptimConfig(lr=5e-3),
-        train=TrainConfig(epochs=1, batch_size=4),
+        train={"epochs": 1, "batch_size": 4},
     )
     facts = _prepared(config.data)
     done = trainer.train(

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,25 @@ def test_what_a_holder_wrote_breaks_no_line(tmp_path: Path) -> None:
     first.take(["GPU-1"])
     with pytest.raises(DevicesBusyError, match=r"^GPU-1 is held by \[2Jit failed: all$"):
         _leases(tmp_path).take(["GPU-1"])
+
+
+def test_leases_tell_each_reason_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    first = Leases(tmp_path, wait_s=0, holder="first")
+    first.take(["GPU-1"])
+    pauses = iter([lambda: None, first.close])
+    second = Leases(
+        tmp_path, wait_s=9, holder="second", told=told.append, sleep=lambda _: next(pauses)()
+    )
+    second.take(["GPU-1"])
+    assert told == ["GPU-1 is held by first", ""]
+    second.close()
+
+
+@contextmanager
+def hold_gpu(folder: Path, *, wait_s: float) -> Iterator[None]:
+    """What a training on a GPU holds as long as it lasts."""
+    lease = Leases(folder, wait_s=wait_s, holder="one of a pair")
+    lease.take(["GPU-1"])
+    yield
+    lease.close()

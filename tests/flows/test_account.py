@@ -19,10 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headroom import account
-from headroom.base.event_log import LOG
-from headroom.run.account import Account
 from headroom.run.known_runs import list_known_runs
 from tests.conftest import PYTHON, desk_environment, query
+from tests.run_folders import LOG
 
 LOOP = """
 import os, sys, time, signal, torch
@@ -87,7 +86,7 @@ def _metrics(place: Path) -> dict[str, float]:
     return dict(query(place, "select key, value from latest_metrics"))
 
 
-def _train(run: Account, *, steps: int = 4) -> nn.Module:
+def _train(run: account, *, steps: int = 4) -> nn.Module:
     net = nn.Linear(8, 2)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
     run.watch(net, opt)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from headroom import account
-from headroom.watch import own_loop
+from headroom.watch.own_loop import OwnLoop
 from tests.conftest import ROOT, desk_environment, query
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
@@ -290,8 +290,10 @@ TRAIN: dict[str, Callable[[Job], Trained]] = {
 def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Frameworks keep states of the process: of accelerate its own, of Lightning handlers. And
     whatever an earlier test has compiled is none of theirs."""
-    monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
-    monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))  # of short trainings, too
+    monkeypatch.setattr("headroom.watch.own_loop.has_compiled", lambda: False)
+    monkeypatch.setattr(
+        "headroom.watch.own_loop.COUNT_SHARE", float("inf")
+    )  # of short trainings, too
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     torch.manual_seed(0)
     yield
@@ -342,16 +344,18 @@ def test_the_record_has_what_the_framework_knows(framework: str) -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_phases_are_what_they_take(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headroom.watch.phases.TIME_FIRST", 1000)
-    monkeypatch.setattr(own_loop, "TIME_FIRST", 1000)  # each step, so that no one stands for eight
+    monkeypatch.setattr(
+        "headroom.watch.own_loop.TIME_FIRST", 1000
+    )  # each step, so that no one stands for eight
     monkeypatch.setattr("headroom.watch.phases._is_due", lambda *_: False)  # and none counts
-    end_step, own_s = own_loop.OwnLoop.end_step, [0.0]  # that the account itself takes
+    end_step, own_s = OwnLoop.end_step, [0.0]  # that the account itself takes
 
-    def end_step_timed(loop: own_loop.OwnLoop, **told: Any) -> None:
+    def end_step_timed(loop: OwnLoop, **told: Any) -> None:
         began = time.perf_counter()
         end_step(loop, **told)
         own_s.append(time.perf_counter() - began)
 
-    monkeypatch.setattr(own_loop.OwnLoop, "end_step", end_step_timed)
+    monkeypatch.setattr(OwnLoop, "end_step", end_step_timed)
     job, missing = Job(wait_s=0.001, before_step=lambda _: time.sleep(0.02)), []
     for _ in range(6):  # other work on this machine is waited for between the phases too
         own_s.clear()

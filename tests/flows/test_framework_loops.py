@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.flows.faults import (
+from tests.run.faults import (
     break_function,
     end_open_accounts,
     find_method,

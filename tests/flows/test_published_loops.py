@@ -24,12 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from headroom import account
-from headroom.run.account import Account
-from headroom.watch import leaks, own_loop
-from tests.flows.faults import send_nothing
+from tests.run.faults import send_nothing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what these ways warn of is theirs
-Begin = Callable[..., Account | None]  # the account of these models and optimizers, if there is one
+Begin = Callable[..., account | None]  # the account of these models and optimizers, if there is one
 Loop = Callable[[Begin], Any]
 LOOPS: dict[str, Loop] = {}
 
@@ -539,12 +537,12 @@ def _spell(found: Any) -> Any:
     return [_spell(one) for one in found] if isinstance(found, (list, tuple)) else repr(found)
 
 
-def _play(loop: Loop, *, is_told: bool) -> tuple[Any, Account | None]:
+def _play(loop: Loop, *, is_told: bool) -> tuple[Any, account | None]:
     torch.manual_seed(0)
     random.seed(0)
-    runs: list[Account] = []
+    runs: list[account] = []
 
-    def begin(model: Any, optimizer: Any = None) -> Account | None:
+    def begin(model: Any, optimizer: Any = None) -> account | None:
         if is_told:
             runs.append(account(model=model, optimizer=optimizer, quiet=True).begin())
         return runs[0] if runs else None
@@ -560,12 +558,8 @@ def counts(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, place: Path
 ) -> Iterator[bool]:
     """Runs that nobody sends, whose steps are counted by owner or not."""
-    share, compiled = own_loop.COUNT_SHARE, leaks.has_compiled
-    with send_nothing(monkeypatch):
-        if not request.param:
-            monkeypatch.setattr(own_loop, "COUNT_SHARE", share)
-        if "compiled" in request.node.name:
-            monkeypatch.setattr(own_loop, "has_compiled", compiled)
+    is_compiled = "compiled" in request.node.name
+    with send_nothing(monkeypatch, counts_all=request.param, has_compiled=is_compiled):
         yield request.param
 
 

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from flows.train import train
-from headroom.base.event_log import TRAINING_LOCK, read_end
-from headroom.base.file_lock import is_held
-from headroom.run.known_runs import RunStart, list_known_runs, list_run_folders
-from headroom.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
+from headroom.run.known_runs import list_known_runs
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training.kept_steps import list_steps
-from tests.conftest import is_training, write_end
+from tests.conftest import is_training
+from tests.run_folders import TRAINING_LOCK, is_held, list_folders, read_end
 
 Desk = Callable[..., subprocess.Popen[str]]
 
@@ -147,13 +145,13 @@ def test_a_key_whose_run_is_gone_begins_a_new_one_and_says_why(
     }
     train(KEYED)
     for why, lose in ways.items():
-        old = list_run_folders(place / ".headroom" / "runs")[0]
+        old = list_folders(place)[0]
         lose(old)
         with pytest.raises((ConfigError, TrackingError), match=f"^--resume {old}: {why}.*remove"):
             train(resume="latest")
         caplog.clear()
         run = train(KEYED)
-        new = list_run_folders(place / ".headroom" / "runs")[0]
+        new = list_folders(place)[0]
         assert new != old and run["status"] == "FINISHED" and run["stopped"]
         assert re.search(f"run.key: night begins a new run: .*{why}.*{old} is left", caplog.text)
         assert re.search(why, run["tags"]["anew"]) and "night begins a new" in run["warnings"][0]
@@ -207,60 +205,3 @@ def test_a_run_that_was_done_tells_nothing_twice_when_it_is_gone_on_with(
     assert [sorted(_query(place, text)) for text in (curves, speeds)] == told
     for name in ("val/accuracy", "val/loss", "train/loss", "train/epoch"):
         assert again["metrics"][name] == run["metrics"][name]
-
-
-def _left(runs: Path, name: str, start: RunStart, *, kept: bool = True) -> Path:
-    folder = runs / name
-    (folder / "checkpoints").mkdir(parents=True)
-    start.write(folder)
-    if kept:
-        (folder / "checkpoints" / "step-000000000007.json").touch()
-    return folder
-
-
-def test_what_cannot_be_gone_on_with_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^--resume latest: no run in .* has a checkpoint$"):
-        find_resumed_folder(tmp_path, "latest")
-    with pytest.raises(ConfigError, match="^--resume abc: is neither latest, nor the id of a run"):
-        find_resumed_folder(tmp_path, "abc")
-    bare = _left(tmp_path, "20260101-000000-a", RunStart("abc", "1", "mine"), kept=False)
-    for words in ("abc", str(bare)):
-        with pytest.raises(ConfigError, match="that run wrote no checkpoint; train anew$"):
-            find_resumed_folder(tmp_path, words)
-    folder = _left(tmp_path, "20260102-000000-b", RunStart("def", "1", "mine", pid=42))
-    for words in ("latest", "def", str(folder), str(folder / "checkpoints")):
-        assert find_resumed_folder(tmp_path, words) == folder
-    with (
-        lock_for_training(folder),
-        pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()}$"),
-    ):
-        lock_for_training(folder)
-    lock_for_training(folder).close()
-
-
-def test_a_key_that_is_being_trained_is_not_trained_twice(tmp_path: Path) -> None:
-    folder = _left(
-        tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"), kept=False
-    )
-    assert find_unfinished_folder(tmp_path, "night") is None
-    with lock_for_training(folder):
-        assert find_unfinished_folder(tmp_path, "night") == folder
-        with pytest.raises(ConfigError, match="that run is being trained by process"):
-            lock_for_training(folder)
-
-
-def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) -> None:
-    _left(tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"))
-    newest = _left(tmp_path, "20260102-000000-b", RunStart("b", "1", "mine", key="night"))
-    _left(tmp_path, "20260103-000000-c", RunStart("c", "1", "mine", key="another"))
-    assert (
-        find_unfinished_folder(tmp_path, "night") == newest
-        and find_unfinished_folder(tmp_path, "none of them") is None
-    )
-    for end, goes_on in (
-        ({"status": "KILLED"}, True),
-        ({"status": "FINISHED", "stopped": "train.end: it is 06:30"}, True),
-        ({"status": "FINISHED", "stopped": ""}, False),
-    ):
-        write_end(newest, end)
-        assert (find_unfinished_folder(tmp_path, "night") == newest) is goes_on

@@ -23,8 +23,6 @@ from torch import nn
 
 from flows.train import train
 from headroom import account
-from headroom.base.event_log import LOG, read_logged_tags
-from headroom.run import alerts, messages
 from headroom.settings.run_config import RunConfig
 from tests.conftest import PYTHON, desk_environment, query
 from tests.run.test_messages import Webhook
@@ -180,7 +178,8 @@ def test_a_loop_that_is_killed_leaves_its_alerts_in_mlflow(place: Path, kills_se
     _wait_until(lambda: _find_runs(place, "RUNNING"))
     sleep(2)  # log points that a loss may jump from
     (place / "jump").touch()
-    _wait_until(lambda: any(map(read_logged_tags, place.glob(f".headroom/runs/*/{LOG}"))))
+    logs = ".headroom/runs/*/events.jsonl"
+    _wait_until(lambda: any(b'{"tags":' in log.read_bytes() for log in place.glob(logs)))
     senders = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGSTOP)  # or it starts another
     for sender in senders if kills_sender else ():
@@ -214,7 +213,7 @@ def test_an_account_whose_step_does_not_come_says_where_it_stands(
     place: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("LOOK_EVERY_S", 0.05), ("SILENT_S", 1.0), ("SILENT_TIMES", 1.0)):
-        monkeypatch.setattr(alerts, name, value)
+        monkeypatch.setattr(f"headroom.run.alerts.{name}", value)
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with account(model=net, optimizer=optimizer, quiet=True, notify=webhook.address) as run:
@@ -235,14 +234,14 @@ def test_an_account_whose_step_does_not_come_says_where_it_stands(
 def test_a_place_that_never_answers_holds_no_loop_up(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(messages, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr("headroom.run.messages.TIMEOUT_S", 0.5)
     asked = threading.Event()
 
     def deliver(where: str, text: str) -> None:
         asked.set()
         sleep(3)
 
-    monkeypatch.setattr(messages, "deliver", deliver)
+    monkeypatch.setattr("headroom.run.messages.deliver", deliver)
     with account(run_name="own", quiet=True, notify="http://127.0.0.1:1/") as run:
         _log_losses(run)
         assert asked.wait(5)

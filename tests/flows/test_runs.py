@@ -16,16 +16,13 @@ import psutil
 import pytest
 
 from flows import stop
-from headroom.base.event_log import TRAINING_LOCK
-from headroom.base.file_lock import FileLock, is_held
+from headroom.base.file_lock import FileLock
 from headroom.run.known_runs import (
     KnownRun,
-    RunStart,
-    find_called_runs,
-    find_live_runs,
     list_known_runs,
 )
-from tests.conftest import PYTHON, ROOT, desk_environment, write_end
+from tests.conftest import PYTHON, ROOT, desk_environment
+from tests.run_folders import TRAINING_LOCK, is_held, write_end, write_start
 
 Desk = Callable[..., subprocess.Popen[str]]
 LONG = ("--train.epochs", "100000", "--train.compile", "off", "--train.log_every", "1")
@@ -114,7 +111,7 @@ def test_what_does_not_end_by_itself_is_killed_with_now(
     monkeypatch.setattr(stop, "TWICE_S", 0.01)
     monkeypatch.setattr(stop, "KILL_S", 0.1)
     assert stop.main(["c", "--now"]) == 0
-    assert ignores.wait(10) == -signal.SIGKILL and find_live_runs() == []
+    assert ignores.wait(10) == -signal.SIGKILL and list_known_runs(Path("none")) == []
 
 
 def test_one_word_means_one_training(
@@ -128,8 +125,6 @@ def test_one_word_means_one_training(
     ):
         assert stop.main([word]) == 2
         assert capsys.readouterr().err == f"RUN: {refusal}\n"
-    assert [run.name for run in find_called_runs("abcdef", list_known_runs(Path("none")))] == ["c"]
-    assert len(find_called_runs(str(pid), list_known_runs(Path("none")))) == 4
     assert ignores.poll() is None
 
 
@@ -160,7 +155,7 @@ def test_one_that_ends_by_itself_meanwhile_was_not_unseen(
     monkeypatch.setenv("HEADROOM_LEASES", str(tmp_path / "leases"))
     folder = place / ".headroom" / "runs" / "20261124-120000-abcdef01"
     folder.mkdir(parents=True)
-    RunStart("abcdef0123", "1", "late").write(folder)
+    write_start(folder, "abcdef0123", name="late")
     write_end(folder, {"status": "FINISHED"})
     lock = FileLock(folder / TRAINING_LOCK)
     lock.take("")

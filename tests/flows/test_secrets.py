@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import select
-import shutil
 import socket
 import socketserver
 import stat
@@ -20,8 +19,6 @@ from urllib.parse import unquote
 
 import pytest
 
-from headroom.settings.read_settings import dump_yaml
-from headroom.tracking import mlflow_store
 from tests.conftest import desk_environment
 from tests.process.test_redaction import TEXTS, VARIABLES
 
@@ -114,7 +111,6 @@ def uri(tmp_path: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     store = tmp_path / "server"
     store.mkdir()
-    shutil.copyfile(mlflow_store.find_database_template(), store / "mlflow.db")  # migrated
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{store}/mlflow.db"]
     command += ["--artifacts-destination", str(store / "artifacts")]
@@ -195,7 +191,7 @@ def test_what_is_left_of_runs_holds_no_secret_of_a_well_known_service(place: Pat
         Path(theirs, "leaky.py").write_text(LEAKY.replace('open("', f'open("{theirs}/'))
         Path(theirs, "said.txt").write_bytes(said.encode())
         Path(theirs, "known.json").write_text(json.dumps(SETTINGS))
-        Path(theirs, "config.yaml").write_text(dump_yaml(settings))
+        Path(theirs, "config.yaml").write_text(json.dumps(settings))
         environment = {**desk_environment(place / "prefect"), **VARIABLES}
         environment["PYTHONPATH"] += f":{theirs}"
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from mlflow import MlflowClient, pyfunc, set_tracking_uri
 
-from headroom.base.event_log import LOG
 from headroom.prefect.prefect_http import call_api
+from tests.run_folders import LOG
 from tests.team import WORKERS, Team, find_postgres_programs, run_team
 
 pytest.importorskip("nanio", reason="headroom[team] is not installed")

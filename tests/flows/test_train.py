@@ -6,6 +6,7 @@ import os
 import signal
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -18,17 +19,13 @@ from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
 
 from flows.train import train
-from headroom.base.event_log import RESERVE
 from headroom.data.source_data import DataError
 from headroom.models import predictor
-from headroom.run.preflight import BAD_INPUT
+from headroom.models.builtin import build_model
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.tracking import journal
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import read_tracking_settings
-from headroom.training import place, shared_model, trainer
-from headroom.training.admission import Admission
 from headroom.watch.leaks import LeakError
 from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
@@ -243,7 +240,10 @@ SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs":
 
 def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Let in, as where somebody else takes the memory after the admission.
-    monkeypatch.setattr(place, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in"))
+    admitted = SimpleNamespace(
+        predicted_bytes=None, source="", micro_batch=64, reason="let in", told=None, fits_graph=True
+    )
+    monkeypatch.setattr("headroom.training.place.admit_training", lambda *_, **__: admitted)
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
         _train(**SMALL_CNN, memory={"limit_mib": 0.04})
     (run,) = _runs()
@@ -285,7 +285,7 @@ def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
         for _ in range(2):  # the second does not wait for the end of a step
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(trainer, "fit_model", interrupted)
+    monkeypatch.setattr("headroom.training.trainer.fit_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _train(**QUICK)
     (run,) = _runs()
@@ -298,14 +298,13 @@ KEPT: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("on_leak", ["warn", "fail"])
 def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shared_model.make_model
-
-    def leaky(*arguments: Any) -> torch.nn.Module:
-        model = real(*arguments)
+    def leaky(settings: Any, data: Any, device: Any) -> torch.nn.Module:
+        shapes = {"input_shape": data.input_shape, "outputs": data.outputs}
+        model = build_model(settings.name, args=settings.args, **shapes)
         KEPT.append(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(shared_model, "make_model", leaky)
+    monkeypatch.setattr("headroom.training.shared_model.make_model", leaky)
     try:
         if on_leak == "fail":
             with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):
@@ -349,23 +348,22 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
     place: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A full disk ended as bad input, and the run as KILLED, without what it had measured last."""
-    append = journal.append_line
 
     def failing(file: FileIO, line: bytes) -> None:
         (folder,) = (place / ".headroom" / "runs").glob("*-*")
         said = json.loads(line)
         if "begin" in said or 0 < said.get("step", 0) < 20:  # at 0 is what it leaves at its end
-            append(file, line)
-        elif what == "a full disk" and not (folder / RESERVE).is_file():
-            append(file, line)  # the room that was kept
+            file.write(line)
+        elif what == "a full disk" and not (folder / "reserve").is_file():
+            file.write(line)  # the room that was kept
         else:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal, "append_line", failing)
+    monkeypatch.setattr("headroom.tracking.journal.append_line", failing)
     words = "^runs: .* can't be written .No space left on device.; make room there$"
     with pytest.raises(JournalError, match=words):
         _train(**QUICK)
-    assert not issubclass(JournalError, BAD_INPUT)  # so that the exit code is 1
+    assert not issubclass(JournalError, ValueError)  # bad input, of which the exit code is 2
     (run,) = _runs()
     assert run.info.status == "FAILED"
     assert "No space left on device" in run.data.tags["end.reason"]

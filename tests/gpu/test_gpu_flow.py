@@ -16,16 +16,15 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from headroom.base import names
+from headroom.base.names import OWNERS
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
-from headroom.settings import read_settings
 from headroom.settings.run_config import RunConfig
 from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training import trainer
 from headroom.training.plan import make_plan
 from headroom.watch import leaks
-from headroom.watch.memory_by_owner import BEST_WEIGHTS, OWNERS
+from tests.base.recorded_names import list_unknown_metrics, list_unknown_tags
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 from tests.gpu.conftest import beside_libraries
@@ -66,7 +65,7 @@ MAY_BE_ZERO = {
         "gpu/utilization_pct",
         "gpu/energy_j",
         *(
-            f"memory/{owner}_mib" for owner in OWNERS if owner not in ("graph", BEST_WEIGHTS)
+            f"memory/{owner}_mib" for owner in OWNERS if owner not in ("graph", "best_weights")
         ),  # a host's
     ),
 }
@@ -91,15 +90,14 @@ def _trained(**sections: Any) -> Run:
     run = client.get_run(made["run_id"])
     metrics, tags = run.data.metrics, run.data.tags
     assert run.info.status == "FINISHED"
-    task = "tokens" if config.data.source == "text" else "classification"
-    assert set(run.data.params) == set(
-        read_settings.select_params(read_settings.collect_params(config), task=task)
-    )
+    params = {".".join(name.split(".")[:2]) for name in run.data.params}
+    asked = {f"{section}.{name}" for section, given in sections.items() for name in given}
+    assert asked <= params <= set(config.flat())
     assert tags["device"] == "cuda:0" and tags["device.kind"] == "cuda"
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
     assert not absent, absent
-    assert all(map(names.find_metric, metrics)) and all(map(names.find_tag, tags))
+    assert not list_unknown_metrics(metrics) and not list_unknown_tags(tags)
     assert not [key for key in POSITIVE if not metrics[key] > 0]
     assert metrics["memory/release_ok"] == 1 and metrics["memory/leaked_mib"] == 0
     _assert_memory_adds_up(metrics)

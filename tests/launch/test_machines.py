@@ -6,13 +6,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from headroom.launch import machines
-from headroom.settings import run_config
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import LaunchConfig
+from headroom.settings.run_config import RunConfig
 from tests.conftest import free_port
 
 ONE, TWO = "127.0.0.1", "127.0.0.2"
@@ -21,17 +21,17 @@ needs_loopback = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 i
 
 @pytest.fixture(autouse=True)
 def _no_least_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_config, "LEAST_WAIT_S", 0.0)
+    monkeypatch.setattr("headroom.settings.run_config.LEAST_WAIT_S", 0.0)
 
 
-def _launch(
-    nodes: str = f"{ONE},{TWO}", *, wait_s: float = 1, port: int | None = None
-) -> LaunchConfig:
-    launch = LaunchConfig.model_validate({"nodes": nodes, "port": port or free_port()})
-    return launch.model_copy(update={"timeout_s": wait_s})
+def _launch(nodes: str = f"{ONE},{TWO}", *, wait_s: float = 1, port: int | None = None) -> Any:
+    launch = {"nodes": nodes, "port": port or free_port()}
+    return RunConfig.model_validate({"launch": launch}).launch.model_copy(
+        update={"timeout_s": wait_s}
+    )
 
 
-def _meet(launch: LaunchConfig, stay: threading.Event) -> tuple[str, str]:
+def _meet(launch: Any, stay: threading.Event) -> tuple[str, str]:
     with machines._meet_machines(launch) as found:
         stay.wait(10)
         return found
@@ -115,5 +115,6 @@ def _until_open(port: int) -> None:
 @pytest.mark.parametrize("nodes", ["one", "one,one", "one,", "a b,c", ",", "one,-two"])
 def test_what_is_no_list_of_names_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="must be names of two or more machines"):
-        LaunchConfig(nodes=nodes)
-    assert LaunchConfig(nodes="b, a").machines == ["a", "b"]
+        RunConfig.model_validate({"launch": {"nodes": nodes}})
+    launch = RunConfig.model_validate({"launch": {"nodes": "b, a"}}).launch
+    assert launch.machines == ["a", "b"]

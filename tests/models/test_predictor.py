@@ -160,3 +160,9 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     for rows in ([""], ["a", None], [[1, 2]]):
         with pytest.raises(ValueError, match="^rows: must be texts of at least one character"):
             loaded.predict(rows)
+
+
+def test_an_amount_that_was_learnt_as_its_logarithm_stays_a_number() -> None:
+    assert np.isfinite(
+        predictor.restore_units(np.array([[1e6]]), offset=0.0, scale=1.0, log=(1.0,))
+    ).all()

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from headroom.base.raw_inputs import make_inputs
-from headroom.data import delimited_text, preparation
+from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.prediction import input_batches
 from headroom.prediction.input_batches import (
@@ -87,7 +87,7 @@ def test_numbers_that_begin_whole_may_go_on_with_fractions_and_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess by a file's first block would refuse the second."""
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", 64)
     lines = [f"{i},{i}" for i in range(40)] + ["0.5,", "1e3,2"]
     found = _read(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert len(found) > 3
@@ -158,7 +158,7 @@ def test_a_file_is_predicted_from_as_it_was_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     """Cells of each kind, in all the ways that they may be written."""
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", block_bytes)
     numbers, truths = ("1,5", " 2", "NA", "-3e1", "nan", "+4", ""), ("True", "FALSE", "true", " ")
     days = ("2026-01-02T03:04:00+01:00", "", "2025-12-31 23:59Z", "NULL")
     words, codes = ('"a, ""b"""', " c ", "NA", "\u00fcber"), ("007", "10", "0", "99", "")
@@ -172,10 +172,10 @@ def test_a_file_is_predicted_from_as_it_was_trained_on(
         "cache": str(tmp_path / "c"),
         "args": {"missing": "mean", "decimal": ","},
     }
-    facts = preparation.prepare_dataset(DataConfig(path=str(path), **asked))
+    facts = prepare_dataset(DataConfig(path=str(path), **asked))
     kinds = ["number", "number", "number", "date", "category", "category"]
     assert [column.kind for column in facts.columns or ()] == kinds
-    arrays = preparation.load_arrays(facts)
+    arrays = load_arrays(facts)
     trained = np.concatenate([arrays.train_x, arrays.val_x])
     columns = [asdict(column) for column in facts.columns or ()]
     spec = {"task": facts.task, "source": "csv", "input_shape": [1], "feature_names": []}
@@ -185,7 +185,7 @@ def test_a_file_is_predicted_from_as_it_was_trained_on(
 
 
 def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 256)
+    monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", 256)
     lines = ["1,2"] * 500 + ["1,NA", "n/a?,2"]
     told = _refused(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
@@ -194,7 +194,7 @@ def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_row_that_is_longer_than_a_block_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", 64)
     rows = "".join(f"{i},{i},x\n\n" for i in range(40))
     path = _write(tmp_path, "a,b,note\n" + rows + "40,40," + "x" * 300 + "\n" + rows)
     found = pd.concat([batch.rows for batch in _read(path, AB)])
@@ -204,8 +204,8 @@ def test_a_row_that_is_longer_than_a_block_is_read(
 def test_a_row_of_more_than_16_mib_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(delimited_text, "LONGEST_BYTES", 64)
+    monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", 64)
+    monkeypatch.setattr("headroom.data.delimited_text.LONGEST_BYTES", 64)
     told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
     assert told.startswith("input: rows.csv has a row of more than 64 B")
     assert told.endswith("or a quote that is never closed; mend it")
@@ -385,3 +385,25 @@ def test_a_file_of_another_kind_than_the_model_takes_is_refused(
     with pytest.raises(DataError) as caught:
         check_rows(_order(_write(tmp_path, "x\n1\n", name)), needs)
     assert said in str(caught.value)
+
+
+def test_prediction_reads_a_file_of_text_as_the_training_did(tmp_path):
+    """The same words for missing, and the same decimal mark."""
+    columns = (("a", "number"), ("c", "category"))
+    needs = Needs("classification", "csv", (2,), columns, na=("?",), decimal=",")
+    path = tmp_path / "rows.tsv"
+    path.write_text("a\tc\n1,5\tNA\n?\t?\n")
+    order = Order("latest", str(path), "tsv", str(tmp_path / "o.csv"), "csv")
+    (batch,) = read_batches(order, needs)
+    assert batch.rows["a"].tolist()[0] == 1.5 and np.isnan(batch.rows["a"][1])
+    known = [
+        {"name": "a", "kind": "number", "values": (), "fill": 9.0},
+        {"name": "c", "kind": "category", "values": ("NA", "missing"), "fill": "missing"},
+    ]
+    x = make_inputs(batch.rows, known, missing="mean", na=needs.na).x
+    assert x.tolist() == [[1.5, 1, 0], [9, 0, 1]]
+    stranger = pd.DataFrame({"a": [1.5, None], "c": ["NA", None]})
+    assert make_inputs(stranger, known, missing="mean", na=needs.na).x.tolist() == x.tolist()
+    path.write_text("a\tc\n1.5\tNA\n")
+    with pytest.raises(DataError, match="column 'a': must be a number, with a decimal comma as da"):
+        list(read_batches(order, needs))

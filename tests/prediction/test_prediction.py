@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 from headroom.base.facts import DeviceFacts, ModelFacts, PredictFacts
 from headroom.data.source_data import DataError
@@ -300,3 +302,16 @@ def test_large_rows_go_through_by_few_and_small_ones_by_many() -> None:
     assert choose_rows_at_once(read_needs({**IMAGES, "input_shape": [3, 224, 224]})) == 27
     assert choose_rows_at_once(read_needs({**IMAGES, "input_shape": [3, 4096, 4096]})) == 1
     assert choose_rows_at_once(read_needs({**TEXT, "input_shape": [1024]})) == 16
+
+
+def test_a_description_of_a_model_that_was_changed_is_refused_before_its_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    predictor.save(nn.Linear(2, 3), SPEC, tmp_path)
+    spec = (tmp_path / "spec.json").read_bytes()
+    (tmp_path / "SHA256SUMS").write_text(f"{sha256(spec).hexdigest()}  spec.json\n")
+    model = ModelFacts(str(tmp_path), "0" * 32, "m-" + "1" * 32)
+    assert prediction.read_spec(model)["task"] == SPEC["task"]
+    (tmp_path / "spec.json").write_bytes(spec.replace(b"2", b"3", 1))
+    with pytest.raises(ModelError, match="damaged or changed: spec.json is not as it was logged"):
+        prediction.read_spec(model)

@@ -296,3 +296,9 @@ def test_log_lines_are_redacted_whoever_handles_them(
     finally:
         logging.setLogRecordFactory(factory)
     assert caplog.messages == [r"with *** \x1b", "100 %"]
+
+
+def test_the_key_of_a_view_in_an_address_is_no_secret() -> None:
+    """A filter of secrets took it for one."""
+    path = "/#/compare-runs?runs=b7707186d6be4382&viewStateShareKey=of-b7707186&more=1"
+    assert redact(path) == path

@@ -21,8 +21,8 @@ from headroom.run.alerts import (
     is_within_step,
     read_told,
 )
-from headroom.watch.stack_samples import Place
 from tests.run.healthy_series import make_healthy
+from tests.watch.stacks import make_place
 
 MIB = 1024**2
 FREE_MIB = 16 * 1024
@@ -252,7 +252,9 @@ def test_a_thread_without_a_line_of_the_users_is_a_notebook_that_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = Training()
-    monkeypatch.setattr(alerts, "list_positions", lambda _: [Place(threading.__file__, 3, "wait")])
+    monkeypatch.setattr(
+        alerts, "list_positions", lambda _: [make_place(threading.__file__, 3, "wait")]
+    )
     training.alerts.is_within_step = lambda _: True
     for _ in range(10):
         training.log({"train/loss": 1.0})
@@ -262,17 +264,17 @@ def test_a_thread_without_a_line_of_the_users_is_a_notebook_that_waits(
 
 
 def test_a_training_is_within_a_step_but_for_evaluation_checkpoint_and_compiling() -> None:
-    loop = Place("/x/headroom/training/loop.py", 1, "fit_model")
-    user = Place("/home/me/data.py", 1, "__getitem__")
+    loop = make_place("/x/headroom/training/loop.py", 1, "fit_model")
+    user = make_place("/home/me/data.py", 1, "__getitem__")
     assert is_within_step([user, loop])
     for beside in ("/x/headroom/training/evaluation.py", "/y/torch/_dynamo/eval_frame.py"):
-        assert not is_within_step([user, Place(beside, 1, "go"), loop])
+        assert not is_within_step([user, make_place(beside, 1, "go"), loop])
     assert not is_within_step([user])
 
 
 def test_of_a_stack_the_users_lines_are_told_and_eight_at_most() -> None:
-    library = Place(threading.__file__, 1, "wait")
-    mine = [Place(f"/home/me/no_{number}.py", number, "go") for number in range(20)]
+    library = make_place(threading.__file__, 1, "wait")
+    mine = [make_place(f"/home/me/no_{number}.py", number, "go") for number in range(20)]
     assert describe_stack([library, *mine]).split(", called from ") == [
         f"no_{number}.py:{number}" for number in range(8)
     ]

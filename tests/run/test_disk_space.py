@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from headroom.device.detection import detect_best_device
 from headroom.run import preflight
 from headroom.run.preflight import check_fit
 from headroom.settings.run_config import RunConfig
-from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 from headroom.training.plan import make_plan
 
 MIB = 1024**2
@@ -28,10 +29,9 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return found
 
 
-def _where(folder: Path, uri: str = "sqlite:///{}/mlflow.db") -> TrackingSettings:
-    return TrackingSettings(
-        tracking_uri=uri.format(folder), artifacts=f"{folder}/a/b", runs=f"{folder}/runs"
-    )
+def _where(folder: Path, uri: str = "sqlite:///{}/mlflow.db") -> Any:
+    given = {"artifacts": f"{folder}/a/b", "runs": f"{folder}/runs"}
+    return read_tracking_settings().model_copy(update={"tracking_uri": uri.format(folder), **given})
 
 
 def test_one_disk_has_to_hold_all_of_it(tmp_path: Path, free, monkeypatch) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -11,16 +13,16 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from headroom.data.source_data import DataError
 from headroom.device.detection import DeviceError, TemporaryDeviceError
-from headroom.process.signals import Interrupted, Terminated
-from headroom.ranks.ranks import LostProcess
+from headroom.ranks.ranks import LostProcess, LostRank
 from headroom.run.failures import Failure, classify_failure
 from headroom.settings.model_args import ModelError
 from headroom.settings.read_settings import ConfigError
-from headroom.tracking.journal import JournalError
+from headroom.tracking.journal import JournalError, SenderEnded
 from headroom.tracking.tracking_settings import TrackingError
 from headroom.training.checkpoints import NoRoom
-from headroom.watch.oom_report import OomExplanation, OomMessage, OutOfMemory
+from headroom.watch.oom_report import OutOfMemory
 from headroom.watch.step_metrics import Diverged
+from tests.ranks import peer_errors
 
 MIB = 1024**2
 
@@ -36,12 +38,12 @@ def _cuda(said: str) -> RuntimeError:
     )
 
 
-def _out_of_memory(others_mib: int) -> OutOfMemory:
-    told = OomMessage(20 * MIB, 2 * MIB, 0, others_mib * MIB)
-    where = ("cuda:0", "forward", 7, (1, 8), told, {}, (), None, (1,), None)
-    return OutOfMemory(
-        OomExplanation(*where, setting="model.args", remedy="make the model smaller")
+def _out_of_memory(*, is_held_by_others: bool) -> OutOfMemory:
+    explanation: Any = SimpleNamespace(
+        sentence="model.args: memory ran out on cuda:0 in the forward pass of step 7",
+        told=SimpleNamespace(is_held_by_others=is_held_by_others),
     )
+    return OutOfMemory(explanation)
 
 
 def _caught(error: BaseException, cause: BaseException) -> BaseException:
@@ -75,13 +77,13 @@ CASES = {
         "always",
     ),
     "a process": (LostProcess("rank 1 was ended by SIGKILL"), "process_lost", "never"),
+    "a peer": (LostRank("a peer is gone: Connection reset by peer"), "process_lost", "never"),
     "assert": (_cuda("device-side assert triggered"), "user_code", "never"),
     "no kernel": (_cuda("no kernel image is available for execution"), "user_code", "never"),
     "resources": (RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"), "user_code", "never"),
     "not a device": (ValueError("unspecified launch failure"), "user_code", "never"),
-    "ours": (_out_of_memory(0), "out_of_memory", "never"),
-    "theirs": (_out_of_memory(9000), "out_of_memory", "always"),
-    "too small": (_out_of_memory(10), "out_of_memory", "never"),
+    "ours": (_out_of_memory(is_held_by_others=False), "out_of_memory", "never"),
+    "theirs": (_out_of_memory(is_held_by_others=True), "out_of_memory", "always"),
     "raw": (torch.OutOfMemoryError("CUDA out of memory."), "out_of_memory", "never"),
     "host": (MemoryError(), "out_of_memory", "never"),
     "admission": (
@@ -110,8 +112,9 @@ CASES = {
     "nan": (Diverged("the loss is nan at step 7"), "diverged", "never"),
     "user's": (KeyError("weight"), "user_code", "never"),
     "user's server": (httpx.ConnectError("refused"), "user_code", "never"),
-    "interrupted": (Interrupted(), "signal", "never"),
-    "terminated": (_caught(OSError("pipe"), Terminated(143)), "signal", "never"),
+    "interrupted": (KeyboardInterrupt(), "signal", "never"),
+    "terminated": (_caught(OSError("pipe"), SystemExit(143)), "signal", "never"),
+    "no sender": (SenderEnded("tracking_uri: no process tells it"), "server_away", ""),
 }
 
 
@@ -122,6 +125,11 @@ def test_an_error_has_its_class_and_its_cure(error: BaseException, kind: str, cu
     expected = cure or ("never" if kind == "bad_input" else "in a retry")
     assert (found.kind, found.cure) == (kind, expected)
     assert found.status == ("KILLED" if kind == "signal" else "FAILED")
+
+
+@pytest.mark.parametrize("error", peer_errors.OWN.values(), ids=peer_errors.OWN)
+def test_what_is_an_error_of_a_ranks_own_is_no_lost_process(error: Exception) -> None:
+    assert classify_failure(error).kind != "process_lost"
 
 
 def test_a_prefect_api_that_is_away_is_told_from_a_server_of_the_users_own() -> None:

@@ -8,10 +8,13 @@ import pytest
 
 from benchmarks import gate as benchmark
 from headroom.base.facts import DataFacts
+from headroom.base.names import METRICS
 from headroom.run.gate import (
     BUSIEST,
     BUSY,
     CORE_WAIT,
+    FIGURES,
+    LIMITS,
     LOSS,
     NEEDED_RUNS,
     REFERENCE,
@@ -296,3 +299,9 @@ def facts() -> tuple[RunConfig, Any, DataFacts]:
 
     config = override_config(RunConfig(), {"data.source": "synthetic", "device.name": "cpu"})
     return config, detect_best_device("cpu"), prepare_dataset(config.data)
+
+
+def test_the_gate_has_limits_for_what_the_list_of_names_shows_there() -> None:
+    shown = [row.name for row in METRICS if any(place.name == "GATE" for place in row.shown)]
+    assert [*LIMITS] == [figure.metric for figure in FIGURES]
+    assert sorted(LIMITS) == sorted(shown)

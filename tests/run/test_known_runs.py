@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headroom.base.event_log import make_line
 from headroom.base.file_lock import FileLock
 from headroom.run.known_runs import (
     Announcement,
@@ -16,7 +15,7 @@ from headroom.run.known_runs import (
     find_called_runs,
     list_known_runs,
 )
-from tests.conftest import write_end
+from tests.run_folders import make_line, write_end
 
 LOSS, PEAK = "train/loss", "memory/peak_allocated_mib"
 
@@ -125,3 +124,11 @@ def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> Non
     found = [Path(run.folder).name for run in list_known_runs(tmp_path, last=2)]
     assert found == ["20260103-000000-a", "20260102-000000-a"]
     assert list_known_runs(tmp_path, last=0) == [] and len(list_known_runs(tmp_path)) == 3
+
+
+def test_a_person_calls_all_trainings_of_a_process_by_its_number() -> None:
+    """An id by its first letters is one training, and a process may have several."""
+    runs = [KnownRun(name, "training", live=True, pid=7) for name in "abb"]
+    runs.append(KnownRun("c", "training", live=True, pid=7, run_id="abcdef0123"))
+    assert [run.name for run in find_called_runs("abcdef", runs)] == ["c"]
+    assert find_called_runs("7", runs) == runs

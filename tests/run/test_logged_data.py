@@ -35,3 +35,12 @@ def test_a_schema_that_mlflow_would_refuse_is_left_out_and_so_is_data_without_a_
     wide = replace(facts, columns=(Column("x" * SCHEMA_LIMIT, "number"),))
     assert all("schema" not in told for told in make_data_inputs(data, wide))
     assert make_data_inputs(data, replace(facts, fingerprint="")) == []
+
+
+def test_rows_that_are_put_aside_are_told_as_those_of_the_test(place: Path) -> None:
+    rows = "".join(f"{i}.5,{i % 2}\n" for i in range(60))
+    (place / "rows.csv").write_text("area,target\n" + rows)
+    data = DataConfig(path="rows.csv", test_fraction=0.2)
+    told = make_data_inputs(data, prepare_dataset(data))
+    assert [one["context"] for one in told] == ["training", "validation", "test"]
+    assert told[2]["name"] == "rows.csv (test)"

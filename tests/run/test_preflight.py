@@ -3,6 +3,7 @@
 import pytest
 
 from headroom.run import preflight
+from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
 
 
@@ -25,3 +26,14 @@ def test_a_flow_takes_settings_that_its_command_has_checked(looked_at: list[str]
         assert len(looked_at) == 4
     preflight.resolve_and_check(config, None)
     assert len(looked_at) == 6
+
+
+def test_a_process_of_several_without_its_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call from Python too, as the command is by the launcher."""
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "29400")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="^RANK: is not set, while WORLD_SIZE is 2"):
+        preflight.resolve_and_check(RunConfig(), None)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from headroom.base.file_lock import FileLock
+from headroom.run.known_runs import RunStart
 from headroom.run.resume import (
     NothingKept,
+    find_resumed_folder,
+    find_unfinished_folder,
     is_key_held,
     lock_for_training,
     lock_key,
@@ -21,6 +24,7 @@ from headroom.run.resume import (
 )
 from headroom.settings.read_settings import ConfigError, resolve_config
 from tasks.train_model import train_model
+from tests.run_folders import write_end
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,60 @@ def test_folders_are_named_by_utc(zone: str, monkeypatch: pytest.MonkeyPatch) ->
         time.tzset()
         assert make_timestamp() == datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     time.tzset()
+
+
+def _left(runs: Path, name: str, start: RunStart, *, kept: bool = True) -> Path:
+    folder = runs / name
+    (folder / "checkpoints").mkdir(parents=True)
+    start.write(folder)
+    if kept:
+        (folder / "checkpoints" / "step-000000000007.json").touch()
+    return folder
+
+
+def test_what_cannot_be_gone_on_with_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^--resume latest: no run in .* has a checkpoint$"):
+        find_resumed_folder(tmp_path, "latest")
+    with pytest.raises(ConfigError, match="^--resume abc: is neither latest, nor the id of a run"):
+        find_resumed_folder(tmp_path, "abc")
+    bare = _left(tmp_path, "20260101-000000-a", RunStart("abc", "1", "mine"), kept=False)
+    for words in ("abc", str(bare)):
+        with pytest.raises(ConfigError, match="that run wrote no checkpoint; train anew$"):
+            find_resumed_folder(tmp_path, words)
+    folder = _left(tmp_path, "20260102-000000-b", RunStart("def", "1", "mine", pid=42))
+    for words in ("latest", "def", str(folder), str(folder / "checkpoints")):
+        assert find_resumed_folder(tmp_path, words) == folder
+    with (
+        lock_for_training(folder),
+        pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()}$"),
+    ):
+        lock_for_training(folder)
+    lock_for_training(folder).close()
+
+
+def test_a_key_that_is_being_trained_is_not_trained_twice(tmp_path: Path) -> None:
+    folder = _left(
+        tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"), kept=False
+    )
+    assert find_unfinished_folder(tmp_path, "night") is None
+    with lock_for_training(folder):
+        assert find_unfinished_folder(tmp_path, "night") == folder
+        with pytest.raises(ConfigError, match="that run is being trained by process"):
+            lock_for_training(folder)
+
+
+def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) -> None:
+    _left(tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"))
+    newest = _left(tmp_path, "20260102-000000-b", RunStart("b", "1", "mine", key="night"))
+    _left(tmp_path, "20260103-000000-c", RunStart("c", "1", "mine", key="another"))
+    assert (
+        find_unfinished_folder(tmp_path, "night") == newest
+        and find_unfinished_folder(tmp_path, "none of them") is None
+    )
+    for end, goes_on in (
+        ({"status": "KILLED"}, True),
+        ({"status": "FINISHED", "stopped": "train.end: it is 06:30"}, True),
+        ({"status": "FINISHED", "stopped": ""}, False),
+    ):
+        write_end(newest, end)
+        assert (find_unfinished_folder(tmp_path, "night") == newest) is goes_on

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from headroom.base.event_log import START
 from headroom.run import known_runs
 from headroom.run.known_runs import RunStart, choose_start_time, list_run_folders, read_start
 from headroom.run.resume import find_resumed_folder, find_unfinished_folder
-from headroom.tracking.mlflow_store import remove_old_journals
-from tests.conftest import write_end
+from tests.run_folders import START
 
 
 def _run(runs: Path, name: str, start: RunStart) -> Path:
@@ -58,14 +56,3 @@ def test_damaged_runs_come_after_the_others(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / START).write_text(text)
     assert list_run_folders(tmp_path)[:2] == [new, old] and len(list_run_folders(tmp_path)) == 5
-
-
-def test_the_oldest_journals_are_swept_by_when_they_were_made(tmp_path: Path) -> None:
-    """By their names, those of another time zone went first."""
-    for name, made_at in (("9-first", 1.0), ("1-last", 3.0), ("5-second", 2.0)):
-        folder = _run(tmp_path, name, RunStart("a", "1", "mine", made_at=made_at))
-        write_end(folder, {"status": "FINISHED"}, is_sent=True)
-    again = RunStart("a", "1", "mine", made_at=0.5, resumed_at=4.0)
-    write_end(_run(tmp_path, "0-again", again), {"status": "FINISHED"}, is_sent=True)
-    remove_old_journals(tmp_path, keep=2)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0-again", "1-last"]

@@ -13,7 +13,7 @@ from headroom.base.file_lock import FileLock
 from headroom.prefect.prefect_http import call_api, is_healthy
 from headroom.run.known_runs import Announcement, RunStart
 from headroom.settings.read_settings import ConfigError
-from tests.conftest import write_end
+from tests.run_folders import write_end
 
 GONE = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
 DAY_S = 86400

@@ -1,21 +1,26 @@
 """Settings from files, flags and overrides: what is read, and what each mistake is told."""
 
+import inspect
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.settings import read_settings
+from headroom.settings.arguments import OPTIMIZER_ARGS
 from headroom.settings.read_settings import (
     MAX_BYTES,
     ConfigError,
     SettingsProblem,
+    check_imports,
     collect_params,
     dump_yaml,
     find_config_secrets,
@@ -27,7 +32,7 @@ from headroom.settings.read_settings import (
     restore_config_secrets,
     select_params,
 )
-from headroom.settings.run_config import RunConfig
+from headroom.settings.run_config import FUSED, RunConfig
 from headroom.settings.table import (
     MOVED,
     describe_unknown_setting,
@@ -795,3 +800,51 @@ def test_a_place_for_messages_is_refused_without_being_shown(place: Any) -> None
     with pytest.raises(ConfigError, match="^run.notify: must be ") as refused:
         make_config({"run.notify": place})
     assert "pq7marker" not in str(refused.value) and "got" not in str(refused.value).split(";")[0]
+
+
+def test_all_wrong_paths_of_the_settings_are_told_at_once(own: Callable[[str, str], None]) -> None:
+    own("mine_c", "raise SystemExit('never imported here')\n")
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "nowhere_c:Net"},
+            "data": {"source": "os:listdir"},
+            "train": {"loss": "mine_c:loss", "metrics": {"best": "nowhere_c:best"}},
+        }
+    )
+    with pytest.raises(ConfigError) as got:
+        check_imports(config)
+    starts = [problem.partition(":")[0] for problem in got.value.problems]
+    assert starts == ["model.name", "data.source", "train.metrics.best"]
+
+
+def test_a_word_that_neither_allows_nor_forbids_imports_is_refused_by_every_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "False" was once read as leave to import."""
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "flase")
+    with pytest.raises(ConfigError, match="^HEADROOM_ALLOW_IMPORTS: must be one of 1, .*'flase'"):
+        check_imports(RunConfig())
+
+
+TORCH_OPTIMIZERS = [name for name in OPTIMIZER_ARGS if name not in FUSED]
+
+
+@pytest.mark.parametrize("name", TORCH_OPTIMIZERS)
+def test_the_arguments_of_an_optimizer_of_torch_are_its_own_with_its_presets(name: str) -> None:
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    mine = OPTIMIZER_ARGS[name]().model_dump()
+    assert mine == {argument: theirs[argument].default for argument in mine}
+
+
+def test_what_is_given_stays_given_and_presets_fill_the_rest_for_any_optimizer() -> None:
+    """A momentum or a weight decay that was given, and was the preset of the optimizer before, was
+    lost where an override named another one."""
+    first = make_config({"optim.name": "RMSprop"})
+    assert (first.optim.args, first.optim.decay) == ({}, 0.0)
+    assert override_config(first, {"optim.name": "sgd"}).optim.decay == 0.01
+    given = make_config(
+        {"optim.name": "sgd", "optim.weight_decay": 0.01, "optim.args.momentum": 0.9}
+    )
+    other = override_config(given, {"optim.name": "SGD"})
+    assert (other.optim.args, other.optim.decay) == ({"momentum": 0.9}, 0.01)
+    assert override_config(other, {"optim.lr": 0.1}).optim.args == {"momentum": 0.9}

@@ -4,10 +4,10 @@ import pytest
 from prefect.cache_policies import NO_CACHE
 
 from headroom.device.detection import DeviceError
-from headroom.settings.run_config import DeviceConfig
+from headroom.settings.run_config import RunConfig
 from tasks.detect_device import detect_device
 
-CPU = DeviceConfig(name="cpu")
+CPU = RunConfig.model_validate({"device": {"name": "cpu"}}).device
 
 
 def test_task_gives_the_facts_of_the_device_that_the_config_names():
@@ -25,4 +25,4 @@ def test_task_refuses_what_the_device_cannot_do_before_anything_is_spent():
     with pytest.raises(DeviceError, match="^memory.limit_mib: must be above 0 and at most"):
         detect_device.fn(CPU, limit_mib=2.0**30)
     with pytest.raises(DeviceError, match="^device.name: xpu:999 is not here"):
-        detect_device.fn(DeviceConfig(name="xpu:999"))
+        detect_device.fn(CPU.model_copy(update={"name": "xpu:999"}))

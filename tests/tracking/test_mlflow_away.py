@@ -19,23 +19,24 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from sqlalchemy.exc import OperationalError
 
-from headroom.base.event_log import (
-    LOG,
-    SENDING_LOCK,
-    append_event,
-    is_sent,
-    make_event,
-    make_line,
-    read_begins,
-    read_end,
-)
 from headroom.base.file_lock import FileLock
 from headroom.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
 from headroom.tracking.journal import Journal
 from headroom.tracking.run_sender import Sender, SendingState
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.training.kept_steps import list_steps
-from tests.conftest import desk_environment, write_end
+from tests.conftest import desk_environment
+from tests.run_folders import (
+    LOG,
+    SENDING_LOCK,
+    append_lines,
+    is_sent,
+    make_event,
+    make_line,
+    read_begins,
+    read_end,
+    write_end,
+)
 from tests.tracking.conftest import send_left
 
 DATA = {
@@ -282,7 +283,7 @@ def test_a_server_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch) 
             with pytest.raises(TrackingError, match=f"{uri} gave no answer within 1 s"):
                 kept.close(END)
     assert kept.notes[0].startswith(f"tracking_uri: {uri} gave no answer within 0 s; the run is ")
-    ((begin, _),) = read_begins(kept.folder / LOG, 0)
+    (begin,) = read_begins(kept.folder)
     assert begin["name"] == "first" and read_end(kept.folder) == END and not is_sent(kept.folder)
 
 
@@ -332,7 +333,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
-        append_event(folder, make_event("end", END, unix_ms=9))
+        append_lines(folder, make_event("end", END, unix_ms=9))
         session.hear({"folder": str(folder)})
         session.held.close()
     (run,) = _all(session.client)

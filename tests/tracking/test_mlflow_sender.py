@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import closing
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,12 @@ from mlflow.store.db.utils import InitialBase, _get_alembic_config
 from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from headroom.base.event_log import LOG, append_line, make_event, make_line
-from headroom.base.file_lock import is_held
-from headroom.run.failures import classify_failure
-from headroom.run.known_runs import RunStart, read_start
 from headroom.tracking import mlflow_sender, mlflow_store, orphaned_runs
 from headroom.tracking.journal import Journal, RunGone, SenderEnded, start_sender
 from headroom.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
-from tests.conftest import PYTHON, ROOT, write_end
+from tests.conftest import PYTHON, ROOT
+from tests.run_folders import LOG, is_held, make_event, make_line, write_end, write_start
 
 
 def _where(tmp_path: Path, **more) -> TrackingSettings:
@@ -128,7 +124,7 @@ def test_two_copies_of_a_folder_never_both_go_on_with_their_run(tmp_path: Path) 
     with Journal(where, tmp_path / "runs" / "one") as journal:
         journal.open(None)
         journal.create("one", params={}, tags={})
-        RunStart(journal.run_id, journal.experiment_id, "one").write(journal.folder)
+        write_start(journal.folder, journal.run_id, experiment_id=journal.experiment_id)
         journal.close(_run("KILLED"))
     _until(lambda: not is_held(journal.folder / "sending.lock"))
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
@@ -137,9 +133,7 @@ def test_two_copies_of_a_folder_never_both_go_on_with_their_run(tmp_path: Path) 
 
     def go_on(where: TrackingSettings) -> None:
         folder = Path(where.runs) / "one"
-        start = read_start(folder)
-        assert start is not None
-        claim = {"marks": start.mark_resume(folder).marks, "by": f"{where.runs} from step 7"}
+        claim = {"marks": [folder.parent.name], "by": f"{where.runs} from step 7"}
         with Journal(where, folder) as again:
             again.open(None)
             together.wait(60)
@@ -512,24 +506,6 @@ def test_a_run_hears_what_the_newest_finished_runs_alike_measured(tmp_path: Path
     assert run("x", {}) == {"a": 3.0, "b": 2.0}
 
 
-def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
-    """Half a line would spoil the one after it, and the sending of both."""
-
-    class Full(FileIO):
-        def write(self, data: bytes) -> int:
-            return super().write(data[:7] if room else data)
-
-    file, room = Full(tmp_path / "events.jsonl", "ab"), []
-    append_line(file, b'{"step": 1}\n')
-    room.append(True)
-    with pytest.raises(OSError, match="No space left"):
-        append_line(file, b'{"step": 2}\n')
-    room.clear()
-    append_line(file, b'{"step": 3}\n')
-    file.close()
-    assert (tmp_path / "events.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
-
-
 @pytest.mark.parametrize("when", ["in mid-run", "at the end"])
 def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
     tmp_path: Path, when: str
@@ -619,9 +595,7 @@ def test_a_sending_process_that_never_lives_is_no_bad_input(
         )
         with pytest.raises(SenderEnded, match=words) as caught:
             journal.create(name="first", params={}, tags={})
-    assert classify_failure(caught.value).kind == "server_away" and not isinstance(
-        caught.value, ValueError
-    )
+    assert not isinstance(caught.value, ValueError)  # which would be bad input
     assert not (tmp_path / "runs" / "one").exists()
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headroom.base.facts import ModelFacts
 from headroom.models import builtin, predictor
-from headroom.prediction import prediction
 from headroom.settings.model_args import ModelError
 from headroom.tracking import model_sender
 
@@ -95,7 +93,7 @@ print(json.dumps(told))
 """
 
 
-def _written(path: Path, name: str) -> predictor.Predictor | predictor.TokenPredictor:
+def _written(path: Path, name: str) -> Any:
     spec, trained = SPECS[name], path / "trained"
     model = builtin.build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
@@ -164,10 +162,6 @@ def test_a_flipped_bit_in_any_file_of_a_logged_model_is_refused(
     (data / file).write_bytes(whole)
     with pytest.raises(ModelError, match=f"^run: the model in .* damaged or changed: .*{said}"):
         predictor.load(data)
-    model = ModelFacts(str(data), "0" * 32, "m-" + "1" * 32)
-    if file == "spec.json":
-        with pytest.raises(ModelError, match=f"damaged or changed: {said}"):
-            prediction.read_spec(model)
     (data / file).write_bytes(b"")
     with pytest.raises(ModelError, match="^run: the model in .* damaged or changed: "):
         predictor.load(data)

@@ -19,7 +19,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from headroom.base.event_log import (
+from headroom.models import builtin, predictor
+from headroom.run.known_runs import list_known_runs
+from headroom.tracking import orphaned_runs, run_sender
+from headroom.tracking.journal import Journal
+from headroom.tracking.mlflow_store import open_experiment
+from headroom.tracking.tracking_settings import TrackingSettings
+from tests.run_folders import (
     LOG,
     SENDING_LOCK,
     append_event,
@@ -27,13 +33,8 @@ from headroom.base.event_log import (
     make_event,
     make_line,
     read_end,
+    write_start,
 )
-from headroom.models import builtin, predictor
-from headroom.run.known_runs import RunStart, list_known_runs
-from headroom.tracking import orphaned_runs, run_sender
-from headroom.tracking.journal import Journal
-from headroom.tracking.mlflow_store import open_experiment
-from headroom.tracking.tracking_settings import TrackingSettings
 from tests.tracking.conftest import send_left
 from tests.tracking.test_model_sender import SPECS
 
@@ -150,7 +151,7 @@ def test_a_process_that_died_before_mlflow_was_told_has_a_run_all_the_same(
 ) -> None:
     """Its folder says how it began; who sends it says how it ended, when it was last heard of."""
     folder, client = _begun(where), open_experiment(where)[0]
-    RunStart("", "", "n").write(folder)
+    write_start(folder, name="n")
     send_left(client, where)
     experiment = client.get_experiment_by_name("begun")
     assert experiment is not None

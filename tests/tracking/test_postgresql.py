@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from headroom.base.event_log import SENDING_LOCK, read_series
 from headroom.tracking.journal import Journal
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import desk_environment
+from tests.run_folders import SENDING_LOCK, read_points
 from tests.team import Postgres, find_postgres_programs, run_postgres
 
 pytest.importorskip("psycopg2", reason="headroom[team] is not installed")
@@ -192,7 +192,7 @@ def test_a_training_is_whole_there_and_holds_no_password(database: Postgres, pla
         held = f"SELECT count(*) FROM {table} WHERE {column} LIKE '%{database.password}%'"
         assert database.query(held) == [(0,)]
     (journal,) = place.glob(".headroom/runs/*/events.jsonl")
-    kept = [(name, step) for name, points in read_series(journal).items() for step, _, _ in points]
+    kept = read_points(journal.parent)
     rows = database.query(
         "SELECT key, step, count(*) FROM metrics JOIN runs USING (run_uuid)"
         " WHERE runs.name = 'whole' AND runs.status = 'FINISHED' GROUP BY key, step"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from headroom.tracking.ask_mlflow import read_past_metrics
 from headroom.tracking.query_runs import ExperimentRuns
 from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 
@@ -61,3 +62,19 @@ def test_few_runs_are_read_where_few_are_wanted_and_garbage_waits(
     with pytest.raises(TrackingError, match="--filter nonsense"):
         comparisons.read_newest(last=None, query="nonsense")
     assert gc.isenabled()
+
+
+def test_the_past_is_that_of_finished_runs_alike(place: Path) -> None:
+    client = MlflowClient(read_tracking_settings().tracking_uri)
+    experiment = client.create_experiment(read_tracking_settings().experiment)
+    for tag, status, value in (
+        ("a", "FINISHED", 1.0),
+        ("a", "FAILED", 2.0),
+        ("b", "FINISHED", 3.0),
+    ):
+        run = client.create_run(experiment, tags={"alike": tag}).info.run_id
+        client.log_metric(run, "memory/x_mib", value)
+        client.set_terminated(run, status)
+    assert read_past_metrics(read_tracking_settings(), "a", ["memory/x_mib", "memory/y_mib"]) == {
+        "memory/x_mib": 1.0
+    }

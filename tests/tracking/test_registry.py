@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
-from headroom.models import builtin
-from headroom.models.model_folder import save_model_folder
+from headroom.models import builtin, predictor
 from headroom.tracking import mlflow_store
 from headroom.tracking.run_sender import REGISTERED, Sender, create_run
 from headroom.tracking.tracking_settings import TrackingSettings
@@ -26,7 +25,8 @@ def _ready(where: TrackingSettings, name: str) -> Sender:
     folder = Path(where.runs) / name
     folder.mkdir(parents=True)
     model = builtin.build_model("mlp", input_shape=(2,), outputs=3, args={"hidden": [4]})
-    save_model_folder(model, SPECS["rows"], {"x": np.zeros((2, 2), "float32")}, folder / "model")
+    predictor.save(model, SPECS["rows"] | {"requirements": []}, folder / "model")
+    np.save(folder / "model" / "example.npy", np.zeros((2, 2), "float32"))
     return create_run(
         client, where, experiment_id=experiment, folder=folder, name=name, params={}, tags={}
     )

@@ -12,12 +12,11 @@ from mlflow import MlflowClient
 from mlflow.store.tracking.dbmodels.models import SqlDataset
 from sqlalchemy import event
 
-from headroom.base import event_log
-from headroom.base.event_log import LOG, make_event, make_line
 from headroom.tracking import journal, mlflow_sender, run_sender
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.run_sender import Throttle
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
+from tests.run_folders import LOG, make_event, make_line
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 
@@ -77,7 +76,7 @@ def test_the_energy_of_a_run_that_goes_on_adds_up(
 
 
 def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(event_log, "BATCH", 10)
+    monkeypatch.setattr("headroom.base.event_log.BATCH", 10)
     where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from headroom.base.file_lock import FileLock, is_held
-from headroom.prefect.prefect_http import read_flow_run_ends
-from headroom.run.known_runs import RunStart, list_known_runs
+from headroom.base.file_lock import FileLock
+from headroom.run.known_runs import list_known_runs
 from headroom.tracking import send_later
 from headroom.tracking.journal import Journal
 from headroom.tracking.left_folders import find_left_folders
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
-from tests.conftest import write_end
+from tests.run_folders import is_held, write_end, write_start
 
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -51,7 +50,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     with Journal(where, folder) as journal:
         journal.open(None)
         journal.create(name="one", params={}, tags=tags)
-        RunStart(journal.run_id, journal.experiment_id, "one").write(folder)
+        write_start(folder, journal.run_id, experiment_id=journal.experiment_id)
         journal.log({"train/loss": 0.5}, 1)
         with pytest.raises(TrackingError):
             journal.close({**END, "tags": tags})
@@ -61,8 +60,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     assert run.data.tags["unsent"].startswith(f"part of it is not in MLflow yet, but in {folder}: ")
     (known,) = list_known_runs(runs)
     assert (known.state, known.unsent) == ("FINISHED", run.data.tags["unsent"])
-    end = read_flow_run_ends(runs)["mine"]
-    assert (end.type, end.name, end.message) == ("COMPLETED", "Unsent", known.unsent)
+    assert json.loads((folder / "sent.json").read_text())["unsent"] == known.unsent
 
     _until(lambda: is_held(runs / send_later.STAYS))
     store.unlink()
@@ -70,7 +68,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     tags = client.get_run(journal.run_id).data.tags
     assert "unsent" not in tags
     assert "report.html" in {file.path for file in client.list_artifacts(journal.run_id)}
-    assert list_known_runs(runs)[0].unsent == "" and read_flow_run_ends(runs)["mine"].name == ""
+    assert list_known_runs(runs)[0].unsent == ""
     _until(lambda: not is_held(runs / send_later.STAYS))  # it leaves
 
 

@@ -10,33 +10,24 @@ import pytest
 
 from headroom.base.facts import DataFacts, DeviceFacts
 from headroom.data.preparation import prepare_dataset
-from headroom.device.checks import Gpu, Holder
 from headroom.device.detection import DeviceError, TemporaryDeviceError, detect_best_device
-from headroom.device.nvml import Nvml, find_holders
 from headroom.settings.run_config import (
     DataConfig,
-    MemoryConfig,
-    ModelConfig,
     RunConfig,
-    TrainConfig,
 )
 from headroom.training import admission
 from headroom.training.admission import admit_training
 from headroom.training.forecast import Forecast
 from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import forecast_training
+from tests.device.machines import make_driver
 
 MIB = 1024**2
-NVML = Nvml(
-    gpus=(
-        Gpu("GPU-other", "cuda", uuid="GPU-other", holders=(Holder(1, "none of ours", 1),)),
-        Gpu(
-            "GPU-1",
-            "cuda",
-            uuid="GPU-1",
-            holders=(Holder(7), Holder(42, "python", 3 * 1024 * MIB)),
-        ),
-    )
+NVML = make_driver(
+    {
+        "GPU-other": [(1, "none of ours", 1)],
+        "GPU-1": [(7,), (42, "python", 3 * 1024 * MIB)],
+    }
 )
 
 
@@ -96,10 +87,12 @@ def test_a_cpu_in_a_memory_cgroup_gives_no_more_than_its_limit(
 
 
 def config_of(**memory) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(name="mlp", args={"hidden": [512, 512]}),
-        train=TrainConfig(batch_size=256, precision="fp32"),
-        memory=MemoryConfig(**memory),
+    return RunConfig.model_validate(
+        {
+            "model": {"name": "mlp", "args": {"hidden": [512, 512]}},
+            "train": {"batch_size": 256, "precision": "fp32"},
+            "memory": memory,
+        }
     )
 
 
@@ -129,7 +122,9 @@ def test_without_history_a_dry_step_tells(data, gpu):
 def test_a_smaller_micro_batch_is_what_it_starts_with_where_only_that_fits(
     data, gpu, past_peak_bytes
 ):
-    wide = ModelConfig(name="mlp", args={"hidden": [8192]})  # so that segments matter less
+    wide = RunConfig(
+        model={"name": "mlp", "args": {"hidden": [8192]}}
+    ).model  # so that segments matter less
     config = config_of(wait_s=60).model_copy(update={"model": wide})
     room = forecast_training(make_plan(config, gpu, data), micro_batch=128).needed_bytes
     machine = Machine(room)
@@ -285,11 +280,6 @@ def test_what_is_free_is_what_the_device_tells(free, gpu, monkeypatch):
     assert admission.read_free_bytes(gpu) == free
 
 
-def test_holders_are_those_of_the_gpu_that_was_asked_about():
-    assert [h.pid for h in find_holders("GPU-1", NVML)] == [7, 42]
-    assert find_holders("GPU-9", NVML) == find_holders(None, Nvml(error="no driver")) == ()
-
-
 # With forecasts that are written down: ten MiB a row beside ten, and twenty more in a graph
 
 
@@ -309,7 +299,9 @@ def written(monkeypatch) -> list[int]:
 
 
 def small(**memory) -> RunConfig:
-    return config_of(**memory).model_copy(update={"train": TrainConfig(batch_size=11)})
+    return config_of(**memory).model_copy(
+        update={"train": RunConfig(train={"batch_size": 11}).train}
+    )
 
 
 def test_of_the_halves_of_a_batch_the_largest_that_fits_is_taken_to_the_byte(data, gpu, written):
@@ -328,7 +320,9 @@ def test_of_the_halves_of_a_batch_the_largest_that_fits_is_taken_to_the_byte(dat
 
 
 def test_a_micro_batch_is_that_of_accumulate_and_of_runs_alike(data, gpu, written):
-    accumulated = small().model_copy(update={"train": TrainConfig(batch_size=11, accumulate=2)})
+    accumulated = small().model_copy(
+        update={"train": RunConfig(train={"batch_size": 11, "accumulate": 2}).train}
+    )
     for config, past, rows in (
         (small(), None, 11),
         (small(), 4, 4),
@@ -424,8 +418,8 @@ def test_where_asking_takes_longer_than_is_left_it_asks_again_at_once(data, gpu,
 
 @pytest.mark.parametrize("many", [0, 1, 4, 5, 7])
 def test_the_four_that_hold_most_are_named_and_the_rest_counted(data, gpu, written, many):
-    found = (Holder(1), *(Holder(i, f"job{i}", i * MIB) for i in range(2, many + 1)))[:many]
-    nvml = Nvml(gpus=(Gpu("GPU-1", "cuda", uuid="GPU-1", holders=found),))
+    found = [(1,), *((i, f"job{i}", i * MIB) for i in range(2, many + 1))][:many]
+    nvml = make_driver({"GPU-1": found})
     with pytest.raises(DeviceError) as caught:
         admit_training(
             make_plan(small(), gpu, data),

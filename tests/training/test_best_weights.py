@@ -2,14 +2,21 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
-from headroom.base.scores import ConfusionCells, Evaluation
-from headroom.settings.run_config import BestMetric
+from headroom.base.scores import Evaluation
+from headroom.settings.run_config import RunConfig
 from headroom.training.best_weights import BestWeights
+
+
+def _choose(best_metric: str) -> Any:
+    train = {"best_metric": best_metric, "metrics": {"x": "torch:abs"}}
+    return RunConfig.model_validate({"train": train}).train.best
 
 
 def test_epochs_are_counted_from_the_best_one() -> None:
@@ -33,7 +40,7 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
 
 def test_all_of_the_best_evaluation_comes_back_with_its_weights() -> None:
     """Also from a checkpoint: warnings are made of more than its metrics."""
-    best, cells = BestWeights(), ConfusionCells(np.zeros((3, 1), np.int64))
+    best, cells = BestWeights(), SimpleNamespace(table=np.zeros((3, 1), np.int64))
     found = Evaluation({"val/loss": 1.0}, cells, is_constant=True, r2_error=0.5, mean_rmse=2.0)
     best.record(found, 1)
     best.record(Evaluation({"val/loss": 2.0}), 2)
@@ -47,7 +54,7 @@ def test_all_of_the_best_evaluation_comes_back_with_its_weights() -> None:
 
 
 def test_the_best_may_be_the_highest_of_another_metric() -> None:
-    best, found = BestWeights(metric=BestMetric("val/accuracy", False)), []
+    best, found = BestWeights(metric=_choose("max:val/accuracy")), []
     for epoch, value in enumerate([0.5, 0.7, 0.7, 0.6, math.nan, 0.8], 1):
         best.record(Evaluation({"val/loss": float(epoch), "val/accuracy": value}), epoch)
         found.append((best.epoch, best.waited))
@@ -62,7 +69,7 @@ def test_patience_wants_an_improvement_by_min_delta_and_the_best_is_the_best(
 ) -> None:
     """As in other trainers: what is too little to go on for is good enough to be logged. It counts
     from the last improvement that was enough, also after a checkpoint."""
-    metric = BestMetric("val/x", is_lower)
+    metric = _choose("min:val/x" if is_lower else "max:val/x")
     best, found = BestWeights(metric=metric, min_delta=0.25), []
     for epoch, value in enumerate([2.0, 1.875, 1.75, 1.625, 1.5, 1.625], 1):
         best.record(Evaluation({"val/x": value if is_lower else -value}), epoch)

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import TrainConfig
+from headroom.settings.run_config import RunConfig
 from headroom.training.loop import TimeBudget, compute_end_time
 
 
@@ -91,12 +91,12 @@ def test_seconds_are_counted_though_the_clock_is_set() -> None:
     forward ended it at once."""
     passed_s, now_s = [100.0], [_utc("2026-06-01 20:00")]
     clocks = {"passed_s": lambda: passed_s[0], "now_s": lambda: now_s[0]}
-    counted = TimeBudget(TrainConfig(end="1min"), lambda: None, **clocks)
-    shown = TimeBudget(TrainConfig(end="06:30"), lambda: None, **clocks)
+    counted = TimeBudget(RunConfig(train={"end": "1min"}).train, lambda: None, **clocks)
+    shown = TimeBudget(RunConfig(train={"end": "06:30"}).train, lambda: None, **clocks)
     for now_s[0] in (_utc("2026-06-01 19:00"), _utc("2026-06-02 03:00")):
         assert counted() is None and shown() is None
     assert counted.compute_left_s() == 60 and shown.compute_left_s() == 90 * 60
-    assert TimeBudget(TrainConfig(), lambda: None).compute_left_s() == math.inf
+    assert TimeBudget(RunConfig().train, lambda: None).compute_left_s() == math.inf
     passed_s[0] += 60
     stop = counted()
     assert stop is not None and stop.reason == "train.end: 1min are over" and shown() is None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import CheckpointConfig
+from headroom.settings.run_config import RunConfig
 from headroom.training import checkpoint_files
 from headroom.training.checkpoint_files import (
     DamagedCheckpoint,
@@ -176,7 +176,7 @@ def _checkpoints(
 ) -> Checkpoints:
     return Checkpoints(
         folder,
-        CheckpointConfig(**chosen),
+        RunConfig.model_validate({"checkpoint": chosen}).checkpoint,
         HostCopies(torch.device("cpu")),
         about={"settings": {}, "data": "", "device": "cpu", "torch": ""},
         size_bytes=size_bytes,
@@ -268,3 +268,19 @@ def test_nested_states_keep_their_names_apart() -> None:
     state = {"a": {"b/c": torch.zeros(1)}, "a/b": {"c": torch.ones(1)}}
     plain = json.loads(json.dumps(flatten_state(state, tensors)))
     assert _same(unflatten_state(plain, tensors), state)
+
+
+def read_all_kept(folder: Path) -> None:
+    """Read every checkpoint that is announced. Raises DamagedCheckpoint."""
+    for step in list_steps(folder):
+        checkpoint_files.read_checkpoint(folder, step)
+
+
+def find_step_after_damage(folder: Path, *, damaged: int) -> int | None:
+    """The step that a training would go on from where this one was damaged: itself where that was
+    not noticed."""
+    try:
+        return checkpoint_files.read_checkpoint(folder, damaged).step
+    except DamagedCheckpoint:
+        found = read_newest(folder)
+    return None if found is None else found.step

@@ -14,10 +14,8 @@ from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.run_config import (
     DataConfig,
-    ModelConfig,
     OptimConfig,
     RunConfig,
-    TrainConfig,
 )
 from headroom.training import build
 from headroom.training import forecast as forecasting
@@ -26,9 +24,10 @@ from headroom.training.forecast import UnforeseeableMemory
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import find_largest_micro_batch, forecast_training
-from headroom.watch.allocation_log import MIB, AllocationLog
+from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.phases import Watched
 
+MIB = 2**20
 SOURCES = {
     "linear": {"source": "synthetic", "args": {"rows": 600, "features": 50}},
     "mlp": {"source": "synthetic", "args": {"rows": 600, "features": 50, "classes": 1}},
@@ -70,9 +69,9 @@ def config_of(
     **train,
 ) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(name=model, args=ARGS[model], freeze=[freeze] if freeze else []),
+        model={"name": model, "args": ARGS[model], "freeze": [freeze] if freeze else []},
         optim=OptimConfig(name=optim, clip_norm=clip, ema_decay=ema),
-        train=TrainConfig(**train),
+        train=train,
     )
 
 
@@ -196,7 +195,7 @@ def test_a_forecast_takes_no_random_number_and_is_the_same_again(
 def test_a_model_larger_than_any_host_is_forecast_without_its_weights(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
-    wide = RunConfig(model=ModelConfig(name="mlp", args={"hidden": [2**20, 2**20]}))
+    wide = RunConfig(model={"name": "mlp", "args": {"hidden": [2**20, 2**20]}})
     told = forecast_training(make_plan(wide, cpu, prepared["linear"]))
     assert told.parameter_bytes > 4 * 2**40  # 4 TiB
 
@@ -245,8 +244,8 @@ def test_a_last_batch_of_fewer_rows_is_part_of_what_has_to_fit(prepared, cpu: De
     """Its tensors lie among the small ones: 52 MiB were admitted under a limit, and failed."""
     gpu, data = replace(cpu, name="cuda:0", kind="cuda", index=0), prepared["linear"]
     config = RunConfig(
-        model=ModelConfig(name="mlp", args={"hidden": [2**12] * 12, "dropout": 0.1}),
-        train=TrainConfig(batch_size=128, precision="fp32"),
+        model={"name": "mlp", "args": {"hidden": [2**12] * 12, "dropout": 0.1}},
+        train={"batch_size": 128, "precision": "fp32"},
     )
     whole, more = (
         forecast_training(make_plan(config, gpu, replace(data, train_rows=n)))
@@ -323,7 +322,7 @@ def test_a_model_that_needs_values_is_named_by_its_setting(prepared, own) -> Non
     )
     own("peeking", source)
     for peeks in (True, False):
-        asked = RunConfig(model=ModelConfig(name="peeking:Net", args={"peeks": peeks}))
+        asked = RunConfig(model={"name": "peeking:Net", "args": {"peeks": peeks}})
         if peeks:
             with pytest.raises(
                 UnforeseeableMemory, match="^model.name: what peeking:Net will take"

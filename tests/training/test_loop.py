@@ -23,11 +23,9 @@ from headroom.training.micro_batches import MemoryExhausted, SingleAttempt
 from headroom.training.optimizer_step import Step
 from headroom.training.plan import Schedule
 from headroom.training.train_state import TrainState
-from headroom.watch.accounts import Accounts
-from headroom.watch.allocation_log import AllocationLog
-from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.step_metrics import Diverged
+from tests.watch.loop_watch import make_accounts
 
 CPU = torch.device("cpu")
 PLAN = Schedule(
@@ -63,13 +61,7 @@ def _tools(
     task: str = "classification",
     best: BestWeights | None = None,
 ) -> TrainState:
-    accounts = Accounts(
-        CPU,
-        MemoryMeter(CPU),
-        AllocationLog(CPU),
-        lambda: {"parameters": model.parameters()},
-        log=log,
-    )
+    accounts = make_accounts(lambda: {"parameters": model.parameters()}, log=log)
     optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
     step = Step(
         compute=lambda x, y: loss(model(x), y),

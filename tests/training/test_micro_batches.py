@@ -19,10 +19,9 @@ from headroom.training.micro_batches import (
     name_oom_phase,
 )
 from headroom.training.optimizer_step import Step
-from headroom.watch.allocation_log import AllocationLog
-from headroom.watch.memory_by_owner import MemoryByOwner
 from headroom.watch.out_of_memory import MemoryFailure
 from headroom.watch.phases import Watched
+from tests.watch.loop_watch import make_owners
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 32, 16
@@ -64,7 +63,6 @@ class _Training:
             layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if dropout else nn.Identity()]
             layers += [nn.Tanh(), nn.Dropout(dropout)]
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
-        self.ledger = AllocationLog(CPU, limit_bytes=limit_bytes)
         optimizer = optim.make_fused_optimizer(
             "adamw" if adam else "sgd",
             self.model.parameters(),
@@ -72,13 +70,14 @@ class _Training:
             weight_decay=0.0,
             args={} if adam else {"momentum": 0.0},  # which has no state
         )
-        accounts = MemoryByOwner(
-            self.ledger,
+        accounts = make_owners(
             lambda: {
                 "parameters": self.model.parameters(),
                 "optimizer_state": optimizer.list_state_tensors(),
             },
+            limit_bytes=limit_bytes,
         )
+        self.ledger = accounts.ledger
         self.witness = _Witness()
         self.micro = MicroBatches(
             micro_rows,
@@ -317,7 +316,7 @@ class _Tried:
         self.most, self.rows = most, []
         self.batch = torch.zeros(whole, 3)
         model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(dropout))
-        accounts = MemoryByOwner(AllocationLog(CPU), dict)
+        accounts = make_owners()
         self.micro = MicroBatches(
             rows or whole,
             whole=whole,

@@ -2,7 +2,7 @@
 state, those whose steps compute gradients anew, and Muon; held against loops by hand."""
 
 import copy
-import sys
+import importlib
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from headroom.base.facts import TrainFacts
-from headroom.base.import_paths import import_callable
 from headroom.data.dataset_batches import draw_row_order
 from headroom.data.preparation import load_arrays, prepare_dataset
 from headroom.device.detection import detect_best_device
@@ -144,8 +143,7 @@ class Required(SAM):
 @pytest.fixture
 def mine(own: Callable[[str, str], None]) -> Any:
     own("mine", CODE)
-    import_callable("mine:rows", setting="data.source", refusal=ConfigError)
-    return sys.modules["mine"]
+    return importlib.import_module("mine")
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> RunConfig:

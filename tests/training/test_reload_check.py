@@ -147,11 +147,10 @@ def test_a_model_that_can_not_be_built_again_is_refused(own: Own, tmp_path: Path
 def test_what_finds_no_memory_for_the_comparison_is_kept_with_a_warning(
     own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headroom.models import predictor
 
     def rebuilt(spec: Any, folder: Path) -> Any:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(predictor, "rebuild_network", rebuilt)
+    monkeypatch.setattr("headroom.models.predictor.rebuild_network", rebuilt)
     _trained(own, tmp_path, "pass", "x = self.first(x)")
     assert "no memory to load the model again" in caplog.text

@@ -21,10 +21,17 @@ from torch.optim.lr_scheduler import (
 )
 
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import BestMetric, OptimConfig
+from headroom.settings.run_config import OptimConfig, RunConfig
 from headroom.training import optim
 
-LOSS = BestMetric("val/loss", True)
+
+def choose(best_metric: str) -> Any:
+    """What weights are the best by."""
+    train = {"best_metric": best_metric, "metrics": {"x": "torch:abs"}}
+    return RunConfig.model_validate({"train": train}).train.best
+
+
+LOSS = choose("val/loss")
 
 
 def rates(steps: int, *, epoch_steps: int = 1, **settings: Any) -> list[float]:
@@ -125,7 +132,9 @@ def test_the_rate_of_plateau_is_that_of_torch_to_the_bit(is_lower: bool) -> None
         lr=0.3, schedule="plateau", warmup=4,
         schedule_args={"factor": 0.5, "patience": 2, "min_lr_fraction": 0.05},
     )  # fmt: skip
-    at = optim.make_schedule(o, steps=300, best=BestMetric("val/x", is_lower), min_delta=0.2)
+    at = optim.make_schedule(
+        o, steps=300, best=choose("min:val/x" if is_lower else "max:val/x"), min_delta=0.2
+    )
     assert isinstance(at, optim.Plateau)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     theirs = ReduceLROnPlateau(
@@ -140,14 +149,16 @@ def test_the_rate_of_plateau_is_that_of_torch_to_the_bit(is_lower: bool) -> None
         seen.add(at(250))
         assert at(250) == optimizer.param_groups[0]["lr"]
         kept = json.loads(json.dumps(at.state()))  # as a checkpoint has it
-        at = optim.Plateau(o, warm_up=4, best=BestMetric("val/x", is_lower), min_delta=0.2)
+        at = optim.Plateau(
+            o, warm_up=4, best=choose("min:val/x" if is_lower else "max:val/x"), min_delta=0.2
+        )
         at.restore(kept)
     assert len(seen) > 3 and min(seen) == pytest.approx(0.3 * 0.05)
 
 
 def test_a_metric_that_is_not_there_is_no_improvement() -> None:
     o = OptimConfig(lr=1.0, schedule="plateau", schedule_args={"patience": 1})
-    at = optim.Plateau(o, warm_up=0, best=BestMetric("val/r2", False), min_delta=0.0)
+    at = optim.Plateau(o, warm_up=0, best=choose("val/r2"), min_delta=0.0)
     for _ in range(2):
         at.record({"val/loss": 1.0})
     assert at(9) == 0.1

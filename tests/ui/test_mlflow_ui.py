@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from headroom.prefect.prefect_http import is_healthy
-from headroom.tracking.mlflow_pages import CURVES
 from tests.conftest import ROOT, desk_environment, free_port
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[ui]'")
@@ -27,12 +26,11 @@ pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ASKED = ((), ("--optim.lr", "0.01"), ("--train.batch_size", "32"))
 NAMES = ("mlp-digits", "mlp-digits lr=0.01", "mlp-digits batch_size=32")
-# Of a regression, of tokens, of a GPU: not measured here, and so not drawn.
-OF_OTHERS = {"val/r2", "val/mae", "val/perplexity", "speed/recent_tokens_per_s"}
-OF_OTHERS |= {"memory/peak_allocated_mib"}
+# Those of a regression, of tokens and of a GPU are not measured here, and so not drawn.
+FIRST = ["train/loss", "val/loss", "val/accuracy", "speed/recent_samples_per_s"]
+FIRST.append("memory/host_rss_mib")
 WIDTH, HEIGHT = 1280, 800  # of a notebook
 WAIT_MS = 60_000  # for what a page shows, on a busy machine
-FIRST = [name for name in CURVES if name not in OF_OTHERS]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.flows.test_scheduled import Service, ended, service, wait_for  # noqa: F401
+from tests.services.test_scheduled import Service, ended, service, wait_for  # noqa: F401
 from tests.ui.test_mlflow_ui import browser, picture, playwright  # noqa: F401
 
 pytestmark = [pytest.mark.ui, pytest.mark.timeout(300)]

@@ -100,9 +100,8 @@ def import_ours(kind: str, root: str) -> None:
             if module.name not in NOT_OURS:
                 importlib.import_module(module.name)
     if kind == "mlflow":
-        from headroom.report import run_report
-
-        run_report.load_plotting()
+        for name in ("backends.backend_agg", "figure", "font_manager"):
+            importlib.import_module(f"matplotlib.{name}")
     sys.path[0] = NOTHING
 
 

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
+from headroom.models.builtin import build_model
+from headroom.models.predictor import load, save
 from headroom.watch.failed_step import describe_own_line, explain_failure
 from headroom.watch.out_of_memory import clear_frames
 from headroom.watch.tensor_names import find_reachable
@@ -715,10 +717,12 @@ def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
     assert "x (the batch's inputs) float32 (2, 3), w (the batch's inputs) float32 (2, 3)" in told
 
 
-def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
-    from headroom.models.builtin import Standardize
-
-    model = Standardize([0.0], [1.0] * 4)
+def test_the_own_line_is_silent_where_no_code_of_the_user_ran(tmp_path: Path) -> None:
+    net = build_model("linear", input_shape=(4,), outputs=2, args={})
+    spec = {"model": "linear", "args": {}, "task": "classification", "source": "csv"}
+    spec |= {"input_shape": [4], "outputs": 2, "class_names": ["a", "b"], "feature_names": None}
+    save(net, {**spec, "offset": [0.0], "scale": [1.0] * 4}, tmp_path)
+    model = load(tmp_path).model[0]  # before the net itself
     with pytest.raises(RuntimeError) as caught:
         model(X)
     caught.value.__traceback__ = caught.tb.tb_next  # what called the project is not at fault

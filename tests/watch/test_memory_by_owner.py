@@ -1,32 +1,33 @@
 import torch
 from torch import nn
 
-from headroom.training import optim
 from headroom.watch.allocation_log import MIB, AllocationLog
 from headroom.watch.memory_by_owner import CountedAllocator, MemoryByOwner
 
 CPU = torch.device("cpu")
 
 
-def _training() -> tuple[nn.Module, optim.Optimizer, MemoryByOwner, list[torch.Tensor]]:
+def _training() -> tuple[nn.Module, torch.optim.Optimizer, MemoryByOwner, list[torch.Tensor]]:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight  # tied: its bytes count once
     model = nn.Sequential(first, nn.Sigmoid(), second)
-    optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, beta1=0.9, beta2=0.99)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     batch = [torch.ones(500, 8)]
     accounts = MemoryByOwner(
         AllocationLog(CPU),
         lambda: {
             "parameters": model.parameters(),
             "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-            "optimizer_state": optimizer.list_state_tensors(),
+            "optimizer_state": [t for kept in optimizer.state.values() for t in kept.values()],
         },
     )
     return model, optimizer, accounts, batch
 
 
-def _step(model: nn.Module, optimizer: optim.Optimizer, accounts: MemoryByOwner, batch) -> None:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, accounts: MemoryByOwner, batch
+) -> None:
     optimizer.zero_grad()
     loss = model(*batch).sum()
     accounts.ledger.end_phase("forward")
