@@ -28,7 +28,7 @@ from headroom.tracking.tracking_settings import TrackingSettings
 from tests.run_folders import (
     LOG,
     SENDING_LOCK,
-    append_event,
+    append_lines,
     is_sent,
     make_event,
     make_line,
@@ -203,7 +203,7 @@ def test_what_has_ended_is_sent_while_its_process_lives(where: TrackingSettings)
     me = {"pid": str(os.getpid()), "process.started_at": str(psutil.Process().create_time())}
     folder = _begun(where, **me)
     assert send_left(client, where) == []
-    append_event(folder, make_event("end", END, unix_ms=9))
+    append_lines(folder, make_event("end", END, unix_ms=9))
     (found,) = send_left(client, where, does=False)
     assert (found.verb, found.name, found.run_id) == ("send", "n", "") and not is_sent(folder)
     (sent,) = send_left(client, where)

@@ -16,7 +16,8 @@ import torch
 from flows.verdict import main
 from headroom import account
 from headroom.run.known_runs import Announcement, RunStart, read_start
-from tests.conftest import query, write_end
+from tests.conftest import query
+from tests.run_folders import write_end
 
 
 @pytest.fixture(autouse=True)
