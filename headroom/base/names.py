@@ -574,6 +574,13 @@ METRICS = (
         True,
     ),
     Metric(
+        "time/arithmetic_ms",
+        "what the products of matrices and the convolutions of a step would take at the pace of "
+        "time/reference_ms, by the shapes in its graph; those that are known",
+        True,
+        needs="a loop of one's own, on a CPU",
+    ),
+    Metric(
         "time/first_waits_s",
         "waiting for the first batch of each later pass over a loader",
         True,

@@ -188,11 +188,17 @@ def _keep_best(state: TrainState) -> None:
 def _handle_stop(state: TrainState, check_stop: StopCheck) -> StopRequest | None:
     """Return whether the training ends here for now; there is a checkpoint then."""
     stop = check_stop()
-    if stop is not None:
-        state.checkpoints.save(state, last=True)
-        state.accounts.lap("checkpoint")
-        stop.act()
-    return stop if stop is not None and stop.ends else None
+    if stop is None:
+        return None
+    accounts, position = state.accounts, state.position
+    accounts.end_epoch()  # a checkpoint is no wait for the batch of the step that has begun
+    state.checkpoints.save(state, last=True)
+    accounts.lap("checkpoint")
+    stop.act()
+    if stop.ends:
+        return stop
+    accounts.begin_epoch(position.epoch, position.step + 1)
+    return None
 
 
 def _send_batches(

@@ -27,6 +27,7 @@ from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.phases import (
     COUNT_EVERY,
+    REFERENCE_MULTIPLY_ADDS,
     PhaseClock,
     Phases,
     Stopwatch,
@@ -41,6 +42,7 @@ from headroom.watch.trends import Trends
 AFTER = "after"  # the last step, in a loop that was not over by then
 # As counted: nets of linear, norm and activation layers, forward and backward (4.0 to 5.4).
 OPERATIONS_A_NODE = 4
+PASSES = 3  # as many products as in the forward pass, with the two of each in the backward pass
 LEAST_KEPT = 30  # tensors that a loop keeps, from which on their list is looked for
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 # Of a training, beside its steps; those that are counted are told where there are any.
@@ -316,9 +318,13 @@ class Accounts:
             metrics["time/step_cpu_ms"] = 1000 * self.watch.cpu_seconds["steps"] / steps
             if self.workers:
                 metrics["time/workers_cpu_ms"] = 1000 * self.cores.read_workers_s() / steps
-        operations = self.phases.operations or OPERATIONS_A_NODE * self.phases.nodes
+        graph, product_s = self.phases.graph, self.phases.clock.compute_reference_s()
+        operations = self.phases.operations or OPERATIONS_A_NODE * graph.nodes
         if operations:
             metrics["time/step_operations"] = float(operations)
+        if graph.multiply_adds and product_s is not None:
+            products = PASSES * graph.multiply_adds / REFERENCE_MULTIPLY_ADDS
+            metrics["time/arithmetic_ms"] = 1000 * products * product_s
         if self.first_waits_s:
             metrics["time/first_waits_s"] = self.first_waits_s
         if self.looks.garbage_s:

@@ -31,6 +31,7 @@ from headroom.base.names import COUNTED, OTHER
 from headroom.watch.accounts import AFTER, Accounts, LoopFacts
 from headroom.watch.allocation_log import ACTIVATIONS, AllocationLog
 from headroom.watch.allocators import Allocator, NoAllocator
+from headroom.watch.graph_size import measure_graph
 from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error
 from headroom.watch.holders import SAVED, find_live_tensors
 from headroom.watch.kernel_memory import KernelMemory
@@ -51,8 +52,6 @@ READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 EARLY_STEPS = 200  # of which more are timed, since a short run has no others
 MANY_STEPS = 2000  # after which fewer are: enough were by then
 PENDING = 100  # metrics on the device that may wait for a log point
-LEAF = "torch::autograd::AccumulateGrad"  # a node of a graph that computes nothing
-NODES = 20_000  # of a graph that are counted
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
 # is taken to cost so many steps, or so long for each module and parameter at each pass, and at
@@ -853,8 +852,7 @@ class OwnLoop(Guarded, raising=ASKED):
             return
         self._forward_by = "a hook"
         if self.done + 1 == EARLY[-1]:
-            nodes = _count_nodes(nested.find_tensors(output))
-            self.accounts.phases.nodes += nodes
+            self.accounts.phases.add_graph(measure_graph(nested.find_tensors(output)))
         for tensor in islice(nested.find_tensors(output), OUTPUTS):
             if tensor.grad_fn is not None:
                 tensor.register_hook(Hook(self, self._begin_backward))
@@ -920,18 +918,6 @@ class OwnLoop(Guarded, raising=ASKED):
             self.accounts.mark("optimizer")
         if not self._is_asked and optimizer is self.optimizers[-1]:
             self._end_step()
-
-
-def _count_nodes(outputs: Iterable[Tensor]) -> int:
-    """Return how many operations the gradients of these tensors are computed by, at most NODES."""
-    open_nodes = [tensor.grad_fn for tensor in islice(outputs, OUTPUTS)]
-    seen: set[Any] = set()
-    while open_nodes and len(seen) < NODES:
-        node = open_nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            open_nodes += [before for before, _ in node.next_functions]
-    return sum(node.name() != LEAF for node in seen)
 
 
 def _is_watched(step: int) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headroom.base.names import REPLAY
+from headroom.watch.graph_size import GraphSize
 from headroom.watch.memory_by_owner import MemoryByOwner
 from headroom.watch.memory_meter import MemoryMeter
 
@@ -28,6 +29,7 @@ FAST_QUANTILE = (
 LEAST_TIMES = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
 SIDE = 192  # of a square matrix whose product takes some 0.1 ms
+REFERENCE_MULTIPLY_ADDS = SIDE**3
 # Seconds between two of them, until there are so many: a fast loop lost 0.2 % of its time to them.
 REFERENCE_EVERY_S, FIRST_REFERENCES, REFERENCE_LATER_S = 0.05, 60, 0.5
 
@@ -398,7 +400,7 @@ class Phases:
         self._once: set[str] = set()
         self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
         self.operations = 0  # of a counted step
-        self.nodes = 0  # of the graph of a step, where none is counted
+        self.graph = GraphSize(0, 0)  # of a step
         self.watched = Watched.NOT
 
     def begin(self, step: int, *, is_log_point: bool, is_sampled: bool = False) -> None:
@@ -453,6 +455,11 @@ class Phases:
         self._counted = None
         self._once.clear()
         self.accounts.forget()
+
+    def add_graph(self, graph: GraphSize) -> None:
+        """A pass of the step that has begun made this graph."""
+        nodes, multiply_adds = self.graph
+        self.graph = GraphSize(nodes + graph.nodes, multiply_adds + graph.multiply_adds)
 
     def mark(self, phase: str) -> None:
         """End `phase` here."""

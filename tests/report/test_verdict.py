@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from headroom.report.run_report import make_html, make_markdown, make_terminal_report
-from headroom.report.verdict import BOUNDS, RULES, judge_run, make_markdown_table
+from headroom.report.verdict import (
+    BOUNDS,
+    RULES,
+    compute_gain,
+    judge_run,
+    make_markdown_table,
+)
 
 
 def make_run(
@@ -138,7 +144,7 @@ def test_each_cause_is_told_with_its_share(bound: str, given: dict[str, Any], wo
     verdict = judge(**given)
     assert verdict.bound == bound and words in verdict.why
     if verdict.share is not None:
-        assert verdict.gain == pytest.approx(1 / (1 - verdict.share))
+        assert verdict.gain == pytest.approx(compute_gain(verdict.share))
         assert "without it up to" in verdict.why
 
 
@@ -191,6 +197,29 @@ def test_operations_are_tiny_on_a_gpu_where_it_waits_for_their_calls() -> None:
     assert judge(**known, time__step_cpu_ms=1.0).bound == "compute"
     known["time__step_operations"] = 50.0  # each of 220 us: its backward is slow by itself
     assert judge(**known, time__host_bound_pct=100.0).bound == "compute"
+
+
+def test_operations_that_are_arithmetic_are_not_tiny() -> None:
+    """A GRU of 2,340 operations of 7 us was told that most of that is the call; it was a third."""
+    known = {"time__step_operations": 2340.0, "time__step_cpu_ms": 17.0}
+    assert judge(**known, time__arithmetic_ms=0.1).bound == "launch"
+    assert judge(**known, time__arithmetic_ms=7.8).bound == "compute"
+
+
+def test_the_gain_leaves_room_for_what_gets_faster_alone() -> None:
+    """Loops without their cause were up to a fifth above the share: "up to" was too little."""
+    assert compute_gain(0.0) == 1 and compute_gain(0.5) == pytest.approx(2 / 0.9)
+    assert compute_gain(0.999) == pytest.approx(100)
+
+
+def test_steps_that_grow_are_held_against_the_fastest() -> None:
+    """The first reading of half a second is the mean of many steps, which have grown by then."""
+    growth = {"step": {"change": 0.02, "least": 0.02, "first": 0.004, "start": 0.004}}
+    known: dict[str, Any] = {"profile": {"growth": growth}}
+    slow = judge(**known)
+    fast = judge(**known, time__fast_step_ms=1.2)
+    assert slow.bound == fast.bound == "slowing" and slow.share and fast.share
+    assert fast.share == pytest.approx(1 - 1.2 / (0.004e3 / (1 - slow.share)))
 
 
 def test_tiny_operations_of_an_optimizer_are_told_of_that() -> None:

@@ -2,6 +2,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headroom.training import place, trainer
 from headroom.training.admission import Admission
 from headroom.training.checkpoints import Checkpoints
 from headroom.training.choose_step import set_cpu_threads
+from headroom.training.loop import StopRequest
 from headroom.training.plan import Schedule, make_plan
 from headroom.training.train_state import TrainState
 from headroom.watch import leaks
@@ -207,6 +209,39 @@ def test_the_last_checkpoint_and_the_search_for_what_is_held_are_no_logging(
     monkeypatch.setattr(counts, wait(search, 3.0))
     facts, _, _ = _train(tmp_path, train={"epochs": 1})
     assert facts.metrics["time/log_s"] < 3.0 <= facts.metrics["time/checkpoint_s"] < 6.0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_checkpoint_at_a_stop_is_no_wait_for_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """A training of 140 steps that ended by the clock was told to wait 27 % of it for data: the 2 s
+    of its last checkpoint were both."""
+    save, steps = Checkpoints.save, count(1)
+
+    def save_slowly(*args: Any, **named: Any) -> None:
+        time.sleep(3.0)
+        save(*args, **named)
+
+    monkeypatch.setattr(Checkpoints, "save", save_slowly)
+    config = RunConfig.model_validate(
+        {
+            "data": {"cache": str(tmp_path / "data")},
+            "train": {"epochs": 3},
+            "checkpoint": {"every": None},
+        }
+    )
+    stop = StopRequest("enough", ends=ends)
+    facts = trainer.train(
+        make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
+        folder=tmp_path,
+        log=lambda metrics, step: None,
+        check_stop=lambda: stop if next(steps) == 30 else None,
+    )
+    assert facts.stopped == ("enough" if ends else "")
+    assert facts.metrics["time/checkpoint_s"] > 3.0
+    assert facts.metrics["time/data_wait_ms"] * facts.steps < 1000
+    assert facts.metrics["time/unaccounted_pct"] > -5
 
 
 def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
