@@ -587,7 +587,7 @@ def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_steps() -> None:
     began = time.perf_counter()
     model = _model()
     tools = _tools(model, lambda metrics, step: None)
-    plan = replace(PLAN, epochs=1, log_every=1, eval_every="1step")
+    plan = replace(PLAN, epochs=1, log_every=1, eval_every_steps=1)
     fit_model(model, _data(80, seed=1), Slow(40, most=1024), schedule=plan, tools=tools)
     total_s = time.perf_counter() - began
     spent = tools.accounts.watch.seconds
