@@ -37,7 +37,7 @@ from headroom.watch.phases import (
 from headroom.watch.sampled_clock import SampledClock
 from headroom.watch.stack_samples import StackSampler
 from headroom.watch.step_metrics import Blame, Log, StepMetrics, blame_nobody
-from headroom.watch.trends import Trends
+from headroom.watch.trends import Trends, compute_growth
 
 AFTER = "after"  # the last step, in a loop that was not over by then
 # As counted: nets of linear, norm and activation layers, forward and backward (4.0 to 5.4).
@@ -359,6 +359,10 @@ class Accounts:
             "memory": self.trends.compute_memory_growth(),
             "device": self.trends.compute_memory_growth(of_device=True),
         }
+        references = self.phases.clock.list_references()
+        growths["reference"] = compute_growth(
+            [at_s for at_s, _ in references], [seconds for _, seconds in references]
+        )
         is_growing = growths["memory"] or growths["device"]
         growing_list = (
             find_growing_list(max(LEAST_KEPT, self._taken[0] // 2)) if is_growing else None

@@ -30,6 +30,7 @@ LEAST_TIMES = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
 SIDE = 192  # of a square matrix whose product takes some 0.1 ms
 REFERENCE_MULTIPLY_ADDS = SIDE**3
+MOST_REFERENCES = 256
 # Seconds between two of them, until there are so many: a fast loop lost 0.2 % of its time to them.
 REFERENCE_EVERY_S, FIRST_REFERENCES, REFERENCE_LATER_S = 0.05, 60, 0.5
 
@@ -84,6 +85,10 @@ class PhaseClock(Protocol):
         """Return the seconds of a fixed piece of work that is timed between steps, in the same
         way: how fast the machine itself was. None where none or too few were timed."""
 
+    def list_references(self) -> list[tuple[float, float]]:
+        """Return when that was timed, in seconds of some clock, and how long it took, of some of
+        the times, evenly over the run."""
+
 
 class HostClock:
     """The clock of a CPU, where work is done when the call returns. It times every step."""
@@ -94,6 +99,8 @@ class HostClock:
         with _disable_current_modes():  # nobody's memory
             self._matrix, self._product = torch.ones(2, SIDE, SIDE, dtype=torch.float32)
         self._next_reference, self._references = 0.0, 0
+        self._timed_references: list[tuple[float, float]] = []  # not more than MOST_REFERENCES
+        self._references_every = 1  # of those that are timed one is kept
         self._steps = 0
         self._first = self._last = 0.0
         self._begun = False
@@ -113,6 +120,11 @@ class HostClock:
                 torch.mm(self._matrix, self._matrix, out=self._product)
                 now = perf_counter()
             self._reference.add(now - began)
+            if self._references % self._references_every == 0:
+                self._timed_references.append((now, now - began))
+                if len(self._timed_references) >= MOST_REFERENCES:
+                    self._timed_references = self._timed_references[::2]
+                    self._references_every *= 2
         self._begun = True
         self._first = self._last = now
 
@@ -160,6 +172,9 @@ class HostClock:
 
     def compute_reference_s(self) -> float | None:
         return self._reference.compute_seconds()
+
+    def list_references(self) -> list[tuple[float, float]]:
+        return self._timed_references
 
 
 class FastTimes:
@@ -286,6 +301,9 @@ class EventClock:
 
     def compute_reference_s(self) -> float | None:
         return None
+
+    def list_references(self) -> list[tuple[float, float]]:
+        return []
 
     def _record_event(self) -> Any:
         event = make_event(self._device, timed=True)

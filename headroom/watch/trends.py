@@ -106,7 +106,7 @@ class Trends:
             xs.append(done + steps / 2)
             ys.append((cpu_s if by_processor else wall_s) / steps)
             done += steps
-        return _compute_growth(xs, ys)
+        return compute_growth(xs, ys)
 
     def compute_memory_growth(self, *, of_device: bool = False) -> Growth | None:
         """Return how the MiB of the process, or of tensors on the device, have changed, once it was
@@ -117,7 +117,7 @@ class Trends:
             for step, rss_mib, device_mib in self.memory
         ]
         rising = select_rising(readings)
-        return _compute_growth([float(step) for step, _ in rising], [size for _, size in rising])
+        return compute_growth([float(step) for step, _ in rising], [size for _, size in rising])
 
 
 def _add_up(readings: list[tuple[int, float, float]]) -> tuple[int, float, float]:
@@ -125,7 +125,8 @@ def _add_up(readings: list[tuple[int, float, float]]) -> tuple[int, float, float
     return int(steps), wall_s, cpu_s
 
 
-def _compute_growth(xs: list[float], ys: list[float]) -> Growth | None:
+def compute_growth(xs: list[float], ys: list[float]) -> Growth | None:
+    """Return how these readings have changed; None of too few."""
     if len(xs) < LEAST:
         return None
     while len(xs) > MOST:  # as many pairs as are quickly sorted

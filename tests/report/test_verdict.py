@@ -222,6 +222,17 @@ def test_steps_that_grow_are_held_against_the_fastest() -> None:
     assert fast.share == pytest.approx(1 - 1.2 / (0.004e3 / (1 - slow.share)))
 
 
+def test_steps_that_grow_as_the_machine_gets_slower_are_no_cause() -> None:
+    """On a shared host a CNN was told that its steps grow 1.8 times: so did all else there."""
+    step = {"change": 0.003, "least": 0.002, "first": 0.0037, "start": 0.0037}
+    machine = {"change": 1e-4, "least": 5e-5, "first": 1.4e-4, "start": 1.4e-4}
+    growth = {"step": step, "step_cpu": step}
+    assert judge(profile={"growth": growth}).bound == "slowing"
+    assert judge(profile={"growth": {**growth, "reference": machine}}).bound == "compute"
+    unsure = {**machine, "least": -1e-5}
+    assert judge(profile={"growth": {**growth, "reference": unsure}}).bound == "slowing"
+
+
 def test_tiny_operations_of_an_optimizer_are_told_of_that() -> None:
     phases = {**HEALTHY, "forward": 1.0, "backward": 1.0, "optimizer": 9.0}
     verdict = judge(phases, time__step_operations=5000.0, time__step_cpu_ms=12.0)

@@ -155,3 +155,17 @@ def test_nobody_is_told_the_memory_of_that_work() -> None:
         clock = phases.HostClock()
         clock.begin(sample=False)
     assert seen.peak_bytes == 0
+
+
+def test_a_fixed_piece_of_work_is_kept_evenly_over_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headroom.watch.phases.REFERENCE_EVERY_S", 0.0)
+    monkeypatch.setattr("headroom.watch.phases.REFERENCE_LATER_S", 0.0)
+    monkeypatch.setattr("headroom.watch.phases.MOST_REFERENCES", 16)
+    clock = phases.HostClock()
+    for _ in range(200):
+        clock.begin(sample=True)
+    kept = clock.list_references()
+    assert 8 <= len(kept) < 16 and all(seconds > 0 for _, seconds in kept)
+    times = [at_s for at_s, _ in kept]
+    assert times == sorted(times)
+    assert phases.EventClock(torch.device("cpu")).list_references() == []
