@@ -207,7 +207,11 @@ def test_leases_tell_each_reason_once(tmp_path: Path) -> None:
     first.take(["GPU-1"])
     pauses = iter([lambda: None, first.close])
     second = Leases(
-        tmp_path, wait_s=9, holder="second", told=told.append, sleep=lambda _: next(pauses)()
+        tmp_path,
+        wait_s=9,
+        holder="second",
+        show_waiting=told.append,
+        sleep=lambda _: next(pauses)(),
     )
     second.take(["GPU-1"])
     assert told == ["GPU-1 is held by first", ""]

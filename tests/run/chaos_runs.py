@@ -407,7 +407,7 @@ def _flow(place: Path, way: Way) -> None:
 
     real = trainer.train
 
-    def train(*args: Any, asked: Any, **kwargs: Any) -> Any:
+    def train(*args: Any, check_stop: Any, **kwargs: Any) -> Any:
         def after_a_step() -> Any:
             step = next(taken)
             time.sleep(way.step_s)
@@ -417,7 +417,7 @@ def _flow(place: Path, way: Way) -> None:
                 _set_clock(way.clock_s + way.turns_s)
             if step == way.stops_after:
                 return StopRequest("enough for now")
-            return asked()
+            return check_stop()
 
         return real(*args, check_stop=after_a_step, **kwargs)
 
