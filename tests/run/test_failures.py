@@ -41,7 +41,7 @@ def _cuda(said: str) -> RuntimeError:
 def _out_of_memory(*, is_held_by_others: bool) -> OutOfMemory:
     explanation: Any = SimpleNamespace(
         sentence="model.args: memory ran out on cuda:0 in the forward pass of step 7",
-        told=SimpleNamespace(is_held_by_others=is_held_by_others),
+        message=SimpleNamespace(is_held_by_others=is_held_by_others),
     )
     return OutOfMemory(explanation)
 
