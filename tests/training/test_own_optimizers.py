@@ -141,8 +141,9 @@ class Required(SAM):
 
 
 @pytest.fixture
-def mine(own: Callable[[str, str], None]) -> Any:
+def mine(own: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     own("mine", CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
     return importlib.import_module("mine")
 
 
