@@ -223,7 +223,7 @@ def test_steps_that_grow_are_held_against_the_fastest() -> None:
 
 
 def test_steps_that_grow_as_the_machine_gets_slower_are_no_cause() -> None:
-    """On a shared host a CNN was told that its steps grow 1.8 times: so did all else there."""
+    """On a shared host a CNN, all of whose steps are alike, was told that they grow 1.8 times."""
     step = {"change": 0.003, "least": 0.002, "first": 0.0037, "start": 0.0037}
     machine = {"change": 1e-4, "least": 5e-5, "first": 1.4e-4, "start": 1.4e-4}
     growth = {"step": step, "step_cpu": step}
