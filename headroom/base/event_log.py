@@ -39,7 +39,8 @@ END_BYTES = 2**16  # of a log: some hundred log points
 MOST_POINTS = 4096  # of a series: more than a picture shows
 CHECK = b',"crc32":'  # behind what it is the checksum of
 BEGIN, END, TAGS = "begin", "end", "tags"  # the events that are no metrics
-_EVENTS = tuple(b'{"%b":' % kind.encode() for kind in (BEGIN, END, TAGS))
+_HEADS = {kind: b'{"%b":' % kind.encode() for kind in (BEGIN, END, TAGS)}  # of their lines
+_EVENTS = tuple(_HEADS.values())
 
 
 def read_metric_batches(
@@ -49,12 +50,13 @@ def read_metric_batches(
     most_bytes: float = math.inf,
     begun: float = math.inf,
     damaged: list[int] | None = None,
+    tags: dict[str, str] | None = None,
 ) -> Iterator[tuple[list[Sample], int]]:
     """Yield the metrics of whole lines from `offset` on in batches, with the offset behind.
 
     Half a line at the end waits for its rest. most_bytes: stop after so many, at the end of
     a line. begun: stop before a begin that ends behind this offset. damaged: gets the offset of
-    each line that had to be skipped.
+    each line that had to be skipped. tags: gets the tags that the lines say.
     """
     log.seek(offset)
     until, sent = offset + most_bytes, offset
@@ -64,8 +66,10 @@ def read_metric_batches(
             break
         try:
             unix_ms, step, metrics = _parse_line(line)
-            if not metrics and offset + len(line) > begun and line.startswith(_EVENTS[0]):
+            if not metrics and offset + len(line) > begun and line.startswith(_HEADS[BEGIN]):
                 break
+            if not metrics and tags is not None and line.startswith(_HEADS[TAGS]):
+                tags |= json.loads(line)[TAGS]
             # MLflow would store an infinity as 1.797e308, a number that nobody measured.
             batch += [(k, v, unix_ms, step) for k, v in metrics.items() if not math.isinf(v)]
         except _DAMAGE:
@@ -151,23 +155,19 @@ def read_begins(log: Path, offset: int) -> list[tuple[dict[str, Any], int]]:
         lines.seek(offset)
         for line in lines:
             offset += len(line)
-            if line.startswith(_EVENTS[0]) and line.endswith(b"\n"):
+            if line.startswith(_HEADS[BEGIN]) and line.endswith(b"\n"):
                 with suppress(*_DAMAGE):
                     _check_line(line)
                     begins.append((dict(json.loads(line)[BEGIN]), offset))
     return begins
 
 
-def read_logged_tags(log: Path, offset: int = 0, until: float = math.inf) -> dict[str, str]:
-    """Return the tags that the log says between these offsets, the newest of each name."""
+def read_logged_tags(log: Path) -> dict[str, str]:
+    """Return the tags that the log says, the newest of each name."""
     tags: dict[str, str] = {}
     with suppress(FileNotFoundError), open(log, "rb") as lines:
-        lines.seek(offset)
         for line in lines:
-            if offset >= until:
-                break
-            offset += len(line)
-            if line.startswith(_EVENTS[2]) and line.endswith(b"\n"):
+            if line.startswith(_HEADS[TAGS]) and line.endswith(b"\n"):
                 with suppress(*_DAMAGE):
                     _check_line(line)
                     tags |= json.loads(line)[TAGS]
@@ -179,7 +179,7 @@ def read_end(folder: Path) -> dict[str, Any]:
     that can't be read."""
     with suppress(OSError, *_DAMAGE), open(folder / LOG, "rb") as log:
         _, line = _read_last_line(log)
-        if line.startswith(_EVENTS[1]):
+        if line.startswith(_HEADS[END]):
             _check_line(line)
             return dict(json.loads(line)[END])
     return {}

@@ -5,6 +5,7 @@ it any more: by the log and the locks alone, without MLflow.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ from headroom.base.file_lock import is_held
 from headroom.prefect.prefect_http import is_run_alive
 
 
-def find_left_folders(runs: Path) -> list[Path]:
-    """Return the folders that are left, by name."""
-    return sorted(log.parent for log in runs.glob(f"*/{LOG}") if is_left(log.parent))
+def find_left_folders(runs: Path) -> Iterator[Path]:
+    """Yield the folders that are left, by name; each is looked at when it is asked for."""
+    yield from filter(_is_left, sorted(log.parent for log in runs.glob(f"*/{LOG}")))
 
 
-def is_left(folder: Path) -> bool:
+def has_left_folders(runs: Path) -> bool:
+    """Return whether there is one."""
+    return next(find_left_folders(runs), None) is not None
+
+
+def _is_left(folder: Path) -> bool:
     """Return whether MLflow lacks a part of this run, which this host has to send: it has ended, or
     its process is gone. Of a log without a begin nobody but MLflow knows whose it is."""
     if is_sent(folder) or any(is_held(folder / name) for name in (TRAINING_LOCK, SENDING_LOCK)):

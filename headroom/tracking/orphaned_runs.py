@@ -42,7 +42,7 @@ from headroom.base.file_lock import is_held
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import is_run_alive
 from headroom.tracking.journal import RunGone
-from headroom.tracking.left_folders import find_left_folders, is_going_on, is_left
+from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
@@ -90,7 +90,7 @@ def send_left_runs(
     found = set()
     for folder in find_left_folders(Path(chosen.runs)):
         verb = "send" if read_end(folder) else "end"
-        if is_left(folder) and (with_ended or verb == "end"):
+        if with_ended or verb == "end":
             found.add(folder)
             sender = Sender(client, chosen, folder, SendingState("", ""))
             if (left := _send_left(sender, verb, does=does)) is not None:

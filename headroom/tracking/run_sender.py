@@ -41,7 +41,6 @@ from headroom.base.event_log import (
     TRAINING_LOCK,
     Sample,
     read_log_ends,
-    read_logged_tags,
     read_metric_batches,
     read_series,
 )
@@ -277,17 +276,19 @@ class Sender:
         Raises what MLflow raises; nothing is lost then.
         """
         bad: list[int] = []
+        tags: dict[str, str] = {}
         with suppress(FileNotFoundError), open(self.folder / LOG, "rb") as log:
             how = {"most_bytes": most_bytes, "begun": self.state.begun}
-            batches = read_metric_batches(log, self.state.offset, **how, damaged=bad)
+            batches = read_metric_batches(log, self.state.offset, **how, damaged=bad, tags=tags)
             for batch, offset in batches:
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
-                self._send_tags(read_logged_tags(self.folder / LOG, self.state.offset, offset))
+                self._send_tags(tags)
                 self.state.offset = offset
                 self.state.damaged += len(bad)
                 bad.clear()
+                tags.clear()
                 self._keep()
                 self.told_progress()
         now_ms = self._compute_now_ms()

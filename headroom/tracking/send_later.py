@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from headroom.base.file_lock import FileLock, is_held
 from headroom.process import children
-from headroom.tracking.left_folders import find_left_folders
+from headroom.tracking.left_folders import has_left_folders
 from headroom.tracking.tracking_settings import TrackingSettings
 
 FIRST_S, LONGEST_S = 15.0, 600.0  # between two tries
@@ -29,7 +29,7 @@ OTHERS = ("PREFECT__FLOW_RUN_ID", "HEADROOM_SERVE_PART")
 
 def is_needed(runs: Path) -> bool:
     """Return whether something is there to send, and nobody stays to do so."""
-    return bool(find_left_folders(runs)) and not is_held(runs / STAYS)
+    return has_left_folders(runs) and not is_held(runs / STAYS)
 
 
 def replace_process(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
@@ -83,9 +83,7 @@ def main() -> None:
             if not lock.take(f"process {os.getpid()}"):
                 return
         pause_s = FIRST_S
-        while (
-            (left_s := until - time.monotonic()) > 0 and runs.is_dir() and find_left_folders(runs)
-        ):
+        while (left_s := until - time.monotonic()) > 0 and runs.is_dir() and has_left_folders(runs):
             time.sleep(min(pause_s, left_s))
             pause_s = min(LONGEST_S, 2 * pause_s)
             _try(text)

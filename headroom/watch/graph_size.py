@@ -13,7 +13,7 @@ from torch import Tensor
 
 LEAF = "torch::autograd::AccumulateGrad"  # a node of a graph that computes nothing
 MOST_NODES = 20_000  # of a graph that are counted
-MOST_OUTPUTS = 16  # of a model that are gone back from
+MOST_OUTPUTS = 16  # tensors that a model gives which are looked at
 
 
 class GraphSize(NamedTuple):

@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import wraps
-from types import FunctionType
+from inspect import unwrap
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 from torch.compiler import is_compiling
@@ -81,9 +82,14 @@ def mark_guarded(method: Method) -> Method:
     return method
 
 
+def unguard(method: Any) -> Callable[..., Any]:
+    """Return a bound method without its guard, for who guards it otherwise."""
+    return MethodType(unwrap(method.__func__), method.__self__)
+
+
 class Block:
-    """A context of two guarded calls, and a third where an error leaves it. It has no state: a loop
-    enters the same one at each step."""
+    """A context of two calls, and a third where an error leaves it; it guards them itself. It has
+    no state: a loop enters the same one at each step."""
 
     __slots__ = ("_begin", "_drop", "_end", "_owner")
 

@@ -31,8 +31,8 @@ from headroom.base.names import COUNTED, OTHER
 from headroom.watch.accounts import AFTER, Accounts, LoopFacts
 from headroom.watch.allocation_log import ACTIVATIONS, AllocationLog
 from headroom.watch.allocators import Allocator, NoAllocator
-from headroom.watch.graph_size import measure_graph
-from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error
+from headroom.watch.graph_size import MOST_OUTPUTS, measure_graph
+from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error, unguard
 from headroom.watch.holders import SAVED, find_live_tensors
 from headroom.watch.kernel_memory import KernelMemory
 from headroom.watch.leaks import has_compiled, measure_held_memory
@@ -52,7 +52,6 @@ READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 EARLY_STEPS = 200  # of which more are timed, since a short run has no others
 MANY_STEPS = 2000  # after which fewer are: enough were by then
 PENDING = 100  # metrics on the device that may wait for a log point
-OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
 # is taken to cost so many steps, or so long for each module and parameter at each pass, and at
 # least what the first one loads.
@@ -278,11 +277,7 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._late_s += perf_counter() - self._asked_s  # workers are ended here
                 self._is_open = self._is_asked  # else a step that never came
                 return
-            try:
-                if not self.is_deaf:
-                    self._take_batch(batch)
-            except Exception as error:
-                take_own_error(self, error)
+            self.end_wait(batch)
             if is_first and self.done:
                 self.accounts.first_waits_s += self._wait_s
             yield batch
@@ -303,9 +298,6 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
         """The batch is there, of so many rows; by default those of its first tensor."""
-        self._take_batch(batch, rows)
-
-    def _take_batch(self, batch: Any, rows: int | None = None) -> None:
         self._is_waiting = False
         if self._is_timed:
             self._mark(WAIT)
@@ -330,9 +322,6 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def begin_step(self) -> None:
         """A step of the loop begins, that ends where `end_step` is called."""
-        self._begin_step()
-
-    def _begin_step(self) -> None:
         if self._is_open and self._is_asked:
             return
         if not self._is_open:
@@ -405,9 +394,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self.rows += rows
         self._plain_rows += rows
         self._step_rows, self._batch = 0, NO_BATCH
-        self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
-        self._is_quiet = self._has_gradients = False
-        self._forward_by = ""
+        self._forget_step()
         if self._lines and now_s - self._kept_s >= READ_EVERY_S:
             self._keep_lines()
 
@@ -428,9 +415,6 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
-        self._drop_step()
-
-    def _drop_step(self) -> None:
         self._leave_count()
         self._forget_step()
 
@@ -449,9 +433,6 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def begin_phase(self, name: str) -> None:
         """The loop does this from here on: a phase of its step, or a part of the run beside it."""
-        self._begin_phase(name)
-
-    def _begin_phase(self, name: str) -> None:
         if self._is_quiet and name in PHASES:
             self._named.append((name, False))
             self.stage = name
@@ -483,9 +464,6 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def end_phase(self) -> None:
         """What the last `begin_phase` has begun is done."""
-        self._end_phase()
-
-    def _end_phase(self) -> None:
         if not self._named:
             return
         name, is_apart = self._named.pop()
@@ -502,22 +480,20 @@ class OwnLoop(Guarded, raising=ASKED):
 
     def drop_phase(self) -> None:
         """What the last `begin_phase` has begun has failed."""
-        self._drop_phase()
-
-    def _drop_phase(self) -> None:
         if not self._named:
             return
         name, _ = self._named[-1]
-        self._end_phase()
+        self.end_phase()
         self.stage = name
 
     def make_step_block(self) -> Block:
         """Return the context of a step."""
-        return Block(self, self._begin_step, self._end_step, self._drop_step)
+        return Block(self, unguard(self.begin_step), self._end_step, unguard(self.drop_step))
 
     def make_phase_block(self, name: str) -> Block:
         """Return the context of what the loop calls by this name."""
-        return Block(self, partial(self._begin_phase, name), self._end_phase, self._drop_phase)
+        begin = partial(unguard(self.begin_phase), name)
+        return Block(self, begin, unguard(self.end_phase), unguard(self.drop_phase))
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log these metrics: numbers, or tensors of one, which are read at a log point.
@@ -527,10 +503,7 @@ class OwnLoop(Guarded, raising=ASKED):
         at = self.done + self._is_open
         if step is not None:
             at = take_step(step, at)
-        for number in taken.values():
-            if type(number) is not float:
-                break
-        else:
+        if all(type(number) is float for number in taken.values()):
             self._lines.append((taken, at))
             return self._keep_lines()
         self._metrics.add_metrics(taken, at)
@@ -853,7 +826,7 @@ class OwnLoop(Guarded, raising=ASKED):
         self._forward_by = "a hook"
         if self.done + 1 == EARLY[-1]:
             self.accounts.phases.add_graph(measure_graph(nested.find_tensors(output)))
-        for tensor in islice(nested.find_tensors(output), OUTPUTS):
+        for tensor in islice(nested.find_tensors(output), MOST_OUTPUTS):
             if tensor.grad_fn is not None:
                 tensor.register_hook(Hook(self, self._begin_backward))
 

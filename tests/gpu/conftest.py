@@ -3,6 +3,7 @@ sets FAKE_CUDA. It has no speed of its own and no compiled kernels."""
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,24 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 def collected() -> None:
     """What an earlier test has left to the garbage collector is no longer on the device."""
     gc.collect()
+
+
+@pytest.fixture
+def memory_given_back() -> Iterator[None]:
+    """After the test the process may have all of the device again; its cache is empty."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def limit_mib(memory_given_back: None) -> int:
+    """What this process may take beside what it has reserved already."""
+    torch.cuda.empty_cache()
+    total, room = torch.cuda.get_device_properties().total_memory, 64
+    limit_bytes = torch.cuda.memory_reserved() + room * 2**20
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
+    return room
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

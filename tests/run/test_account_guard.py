@@ -136,8 +136,6 @@ WITHIN = [
     ),
     *((OwnLoop, name) for name in ("__init__", "close", "summarize", "measure_held", "list_owned")),
     *((OwnLoop, name) for name in ("_open", "_count", "_end_step", "_drain", "_keep_lines")),
-    *((OwnLoop, name) for name in ("_begin_step", "_drop_step", "_take_batch")),
-    *((OwnLoop, name) for name in ("_begin_phase", "_end_phase", "_drop_phase")),
     *((OwnLoop, name) for name in ("_begin_watched_step", "_end_plain_step")),
     (OwnLoop, "_settle_plain_steps"),
 ]

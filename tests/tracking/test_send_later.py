@@ -84,7 +84,7 @@ def test_what_nobody_sends_is_found_and_what_somebody_does_is_left(tmp_path: Pat
     write_end(untold, END)  # it went on since
     locks = [FileLock(training / "training.lock"), FileLock(sending / "sending.lock")]
     assert all(lock.take() for lock in locks)
-    assert find_left_folders(tmp_path) == [left, untold] and whole.is_dir()
+    assert [*find_left_folders(tmp_path)] == [left, untold] and whole.is_dir()
     assert send_later.is_needed(tmp_path)
     with FileLock(tmp_path / send_later.STAYS) as stays:
         assert stays.take() and not send_later.is_needed(tmp_path)

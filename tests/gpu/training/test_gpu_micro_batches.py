@@ -15,29 +15,10 @@ from tests.watch.loop_watch import make_owners
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("memory_given_back")]
 MIB = 2**20
 GPU = torch.device("cuda:0")
 PEAK = "memory/run_peak_allocated_mib"
-
-
-@pytest.fixture(autouse=True)
-def _given_back():
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0, GPU)
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def limit_mib():
-    """What this process may take beside what it has reserved already."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(GPU).total_memory
-    room = 64
-    torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved(GPU) + room * MIB) / total, GPU
-    )
-    return room
 
 
 class Unseeing:

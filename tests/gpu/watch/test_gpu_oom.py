@@ -18,27 +18,8 @@ from headroom.watch.snapshot import SNAPSHOT_FILE, make_history, record_history
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("memory_given_back")]
 GPU = torch.device("cuda:0")
-
-
-@pytest.fixture(autouse=True)
-def _given_back():
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0, GPU)
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def limit_mib():
-    """What this process may take beside what it has reserved already."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(GPU).total_memory
-    room = 64
-    torch.cuda.set_per_process_memory_fraction(
-        (torch.cuda.memory_reserved(GPU) + room * MIB) / total, GPU
-    )
-    return room
 
 
 def too_much():
