@@ -90,7 +90,7 @@ def test_what_nobody_sends_is_found_and_what_somebody_does_is_left(tmp_path: Pat
         assert stays.take() and not send_later.is_needed(tmp_path)
     for lock in locks:
         lock.close()
-    assert find_left_folders(tmp_path) == [left, training, sending, untold]
+    assert [*find_left_folders(tmp_path)] == [left, training, sending, untold]
 
 
 def test_who_stays_is_taken_for_neither_the_flow_run_nor_a_part_of_a_service() -> None:
