@@ -273,6 +273,7 @@ def _train_in_flow(request: Namespace) -> int:
         from headroom.run.preflight import mark_checked
         from headroom.run.record import find_last_ended
 
+    command.spare_imports()
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     this_flow_run.raise_signals()
     try:

@@ -8,6 +8,7 @@ away.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -353,6 +354,7 @@ def send_folder(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what MLflow has made stays: to look through it takes what the training could use
     if len(sys.argv) > 1:
         sys.exit(send_folder(Path(sys.argv[1])))
     main()
