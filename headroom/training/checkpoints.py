@@ -37,7 +37,7 @@ from headroom.training.sharded_files import (
     select_rank_part,
     write_sharded_checkpoint,
 )
-from headroom.training.training_state import HostCopies
+from headroom.training.stateful import HostCopies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +60,7 @@ class TrainingPosition(NamedTuple):
 
 
 class Training(Protocol):
-    """A training whose state can be kept and restored; see training_state.Stateful."""
+    """A training whose state can be kept and restored; see stateful.Stateful."""
 
     position: TrainingPosition
 

@@ -45,8 +45,8 @@ from headroom.training.shared_model import (
     find_mesh,
     share_steps,
 )
+from headroom.training.stateful import RandomNumbers, Scaler, Stateful, Weights
 from headroom.training.training_parts import open_batches, open_checkpoints
-from headroom.training.training_state import RandomNumbers, Scaler, Stateful, Weights
 from headroom.watch.accounts import Accounts
 from headroom.watch.allocators import wait_for_device
 from headroom.watch.memory_by_owner import BEST_WEIGHTS, OwnedTensors

@@ -49,9 +49,9 @@ from headroom.training.shared_model import (
     gather_whole,
     summarize_ranks,
 )
+from headroom.training.stateful import StateMismatch
 from headroom.training.train_state import TrainState, build_state
 from headroom.training.training_parts import open_test_batches
-from headroom.training.training_state import StateMismatch
 from headroom.watch import failed_step, memory_meter, out_of_memory
 from headroom.watch.accounts import HELD
 from headroom.watch.allocation_log import AllocationLog

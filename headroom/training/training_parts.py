@@ -39,7 +39,7 @@ from headroom.training.plan import Plan
 from headroom.training.shared_model import (
     find_mesh,
 )
-from headroom.training.training_state import (
+from headroom.training.stateful import (
     HostCopies,
 )
 

@@ -33,7 +33,7 @@ from headroom.training.checkpoints import (
     refuse_no_room,
 )
 from headroom.training.kept_steps import list_steps
-from headroom.training.training_state import HostCopies
+from headroom.training.stateful import HostCopies
 
 STATE: dict[str, Any] = {
     "weights": {

@@ -30,7 +30,7 @@ from headroom.training.checkpoint_files import Checkpoint, DamagedCheckpoint, fl
 from headroom.training.checkpoints import Checkpoints, TrainingPosition
 from headroom.training.micro_batches import SingleAttempt
 from headroom.training.optimizer_step import Step
-from headroom.training.training_state import HostCopies, StateMismatch, Weights
+from headroom.training.stateful import HostCopies, StateMismatch, Weights
 from headroom.watch.phases import Watched
 from tests.rank_processes import on_ranks
 from tests.watch.loop_watch import make_owners

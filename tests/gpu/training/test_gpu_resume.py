@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.training.training_state import HostCopies
+from headroom.training.stateful import HostCopies
 from tests.training.test_resume import play, same_to_the_bit
 
 pytestmark = pytest.mark.gpu
