@@ -73,7 +73,8 @@ class JudgingSession:
     """The runs of the base and of the candidate that is open, None where none is; the budget, and
     what groups that have ended have shown of the noise.
 
-    information: of the last look at the candidate. latest: whose run was added last.
+    information: of the last look at the candidate. since_base: runs of candidates since the
+    base's last one.
     """
 
     goal: Goal
@@ -82,7 +83,7 @@ class JudgingSession:
     budget: ErrorBudget = field(default_factory=ErrorBudget)
     noise: PooledVariance = NO_NOISE
     information: float = 0.0
-    latest: Literal["base", "candidate"] = "base"
+    since_base: int = 0
 
     def open_candidate(self) -> JudgingSession:
         """Return the session with a new candidate, which gets its level of the budget.
@@ -102,18 +103,17 @@ class JudgingSession:
         if of == "base":
             if not math.isfinite(run.value):
                 raise ValueError(f"a run of the base came to {run.value}; it needs finite figures")
-            return replace(self, base=(*self.base, run), latest=of)
+            return replace(self, base=(*self.base, run), since_base=0)
         if self.candidate is None:
             raise ValueError("no candidate is open; open one first")
-        return replace(self, candidate=(*self.candidate, run), latest=of)
+        runs = (*self.candidate, run)
+        return replace(self, candidate=runs, since_base=self.since_base + 1)
 
     def choose_next_run(self) -> NextRun:
-        """Return whose run comes next; of a base that is measured in turns, one before each
-        candidate, as the machine may have changed since."""
-        tried = self.candidate or ()
-        if self.goal.design == "interleaved" and self.latest == "candidate":
+        """Return whose run comes next; in an interleaved design the base's after two others."""
+        if self.goal.design == "interleaved" and self.since_base > 1:
             return NextRun("base")
-        return choose_next_run(self.base, tried, goal=self.goal)
+        return choose_next_run(self.base, self.candidate or (), goal=self.goal)
 
     def judge(self) -> Judgement:
         """Return what the open candidate has shown so far; see sequential_tests.judge."""
@@ -145,7 +145,7 @@ class JudgingSession:
         if self.goal.design == "paired":
             return replace(self.withdraw_candidate(), base=self.candidate or ())
         base = self.candidate or ()
-        return replace(self, base=base, candidate=None, noise=noise, information=0.0)
+        return replace(self, base=base, candidate=None, noise=noise, information=0.0, since_base=0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state as numbers and words that JSON knows; what is not finite as a word."""
@@ -165,7 +165,7 @@ class JudgingSession:
             ErrorBudget(**state["budget"]),
             PooledVariance(**state["noise"]),
             state["information"],
-            state["latest"],
+            state["since_base"],
         )
 
 

@@ -156,11 +156,22 @@ class _Scored:
 @dataclass(frozen=True)
 class _Estimate:
     """A gain, and by which shares of the noise of a candidate's run, and of a run of the base, it
-    varies."""
+    varies.
+
+    seeds: of a paired design, those of the base; 0 in others.
+    """
 
     gain: float
     per_candidate: float
     per_base: float
+    seeds: int = 0
+
+    def cap_freedom(self, freedom: float) -> float:
+        """Return the degrees of freedom of the noise of pairs: half of it is the base's, whose few
+        runs stand in the pairs of all candidates (Satterthwaite 1946)."""
+        if not self.seeds:
+            return freedom
+        return min(freedom, 4 / (1 / freedom + 1 / max(self.seeds - 1, 1)))
 
 
 @dataclass(frozen=True)
@@ -445,7 +456,7 @@ def _is_drifting(base: Sequence[_Scored]) -> bool:
 def _estimate_gain(base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal) -> _Estimate:
     if goal.design == "paired":
         pairs = _pair_runs(base, candidate)
-        return _Estimate(_average(pairs), 1 / len(pairs), 1 / len(pairs))
+        return _Estimate(_average(pairs), 1 / len(pairs), 1 / len(pairs), len(base))
     mean = _average([run.score for run in candidate])
     if goal.design == "independent":
         return _Estimate(
@@ -569,7 +580,7 @@ def _take_look(estimate: _Estimate, noise: _Noise) -> _Look:
     of_candidate = noise.candidate.variance * estimate.per_candidate
     of_base = noise.base.variance * estimate.per_base
     variance = of_candidate + of_base
-    freedom = noise.pooled.freedom
+    freedom = estimate.cap_freedom(noise.pooled.freedom)
     if noise.candidate is not noise.pooled or noise.base is not noise.pooled:
         freedom = variance**2 / (
             of_candidate**2 / noise.candidate.freedom + of_base**2 / noise.base.freedom
