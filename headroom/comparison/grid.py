@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headroom.base.secret_names import is_secret
@@ -34,6 +35,8 @@ class Cell:
     config: RunConfig
     repeat: int = 1
     refused: str = ""  # why it can't be trained, where a search has drawn it
+    folder: Path | None = None  # where it trains; by default in the working one
+    command: str = ""  # that trains with an account, instead of a training of these settings
 
     @property
     def device(self) -> str:
