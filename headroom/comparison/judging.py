@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,7 @@ class JudgingSource:
     most_runs: int  # that this call may take
     home: Path  # the working folder
     taken: int = 0
+    begun_at: float = 0.0  # the run that was taken last; Unix time
     judgement: Judgement | None = None
 
     @property
@@ -87,6 +89,7 @@ class JudgingSource:
             waiting = session.plan_run(of, following.seed)
             session.save()
         self.taken += 1
+        self.begun_at = time.time()
         return self._make_cell(waiting)
 
     def is_pruned(self, cell: Cell, folder: Path) -> bool:
@@ -116,7 +119,7 @@ class JudgingSource:
             config,
             refused=refused,
             folder=folder,
-            command=side.command.replace(SEED, str(run.seed)),
+            command=_make_command(side, run.seed),
         )
 
     def _make_config(self, side: Side, seed: int) -> RunConfig:
@@ -168,7 +171,6 @@ class JudgingSource:
         status, error = ended.status, ended.error
         if status == "FINISHED" and goal not in metrics:
             status, error = "FAILED", f"{goal} was not measured"
-        start = read_start(folder) if folder is not None else None
         ended_at = time.time()
         return (
             replace(
@@ -177,7 +179,7 @@ class JudgingSource:
                 run_id=ended.run_id,
                 error=error,
                 figures={name: float(metrics[name]) for name in wanted if name in metrics},
-                seconds=ended_at - start.began_at if start is not None else 0.0,
+                seconds=ended_at - self.begun_at,
                 ended_at=ended_at,
             ),
             end.get("tags") or {},
@@ -326,6 +328,14 @@ class JudgingSource:
         )
 
 
+def _make_command(side: Side, seed: int) -> str:
+    """Return the command of a run, by this interpreter where it only says python."""
+    words = shlex.split(side.command.replace(SEED, str(seed)))
+    if words and words[0] in ("python", "python3"):
+        words[0] = sys.executable
+    return shlex.join(words)
+
+
 def _describe_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Return in words what the two do not share; empty where they are the same."""
     names = [name for name in before if now.get(name, before[name]) != before[name]]
@@ -373,6 +383,6 @@ def format_gain(gain: Difference, goal: Goal) -> str:
         if goal.scale == "linear":
             return f"{'+' if value > 0 else ''}{format_number(value)}"
         share = math.exp(value) - 1 if goal.direction == "max" else 1 - math.exp(-value)
-        return f"{100 * share:+.2g} %"
+        return f"{100 * share:+.{1 if abs(share) < 0.1 else 0}f} %"
 
     return f"{show(gain.gain)} ({show(gain.low)} to {show(gain.high)})"

@@ -304,9 +304,13 @@ def make_text(session: Session, answer: Mapping[str, Any]) -> list[str]:
         said = f", gain {format_gain(gain, session.state.goal)}" if gain is not None else ""
         lines.append(f"  {figures}{said}")
     for other, said in candidate.not_worse.items():
-        words = {"holds": "is not worse", "fails": "is worse", "unclear": "is not clear yet"}
-        share = 100 * session.not_worse[other]
-        lines.append(f"  {other} {words[said]} by more than {share:g} %")
+        share = f"{100 * session.not_worse[other]:g} %"
+        words = {
+            "holds": f"is not worse by more than {share}",
+            "fails": f"is worse by more than {share}",
+            "unclear": f"may be worse by more than {share}, or not: that is not clear yet",
+        }
+        lines.append(f"  {other} {words[said]}")
     if memory := answer["memory"]:
         more = memory["tried"] - memory["base"]
         if abs(more) >= 1:
