@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headroom.base.secret_names import is_secret
 from headroom.base.units import make_printable
+from headroom.comparison.grid import split_values
 from headroom.process.redaction import redact
 from headroom.settings.read_settings import ConfigError, find_import_paths
 from headroom.settings.run_config import RunConfig
@@ -68,10 +69,7 @@ def parse_side(text: str, *, option: str, folder: Path) -> Side:
     text = text.strip()
     if text.startswith(COMMAND):
         return _parse_command(text, option)
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error} ({make_printable(text, limit=80)})") from None
+    words = [word for word in split_values(text, at=" ") if word]
     commit = ""
     if words and words[0].startswith(GIT):
         commit = find_commit(words.pop(0).removeprefix(GIT), option=option, folder=folder)
@@ -87,7 +85,8 @@ def parse_side(text: str, *, option: str, folder: Path) -> Side:
             raise ConfigError(f"{option}: {name} is given twice; keep one")
         if is_secret(name, value) or redact(value) != value:
             raise ConfigError(f"{option}: {name} is a secret, which no page may show")
-        settings[name] = value
+        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        settings[name] = value[1:-1] if is_quoted else value
     return Side(text, settings, commit)
 
 
