@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Direction = Literal["min", "max"]
 Scale = Literal["linear", "log"]
@@ -31,9 +31,10 @@ OVERSHOOT = 0.583  # of a random walk over a line, in steps (Siegmund 1985, p. 5
 LEAST_BASE_RUNS = 4  # before a candidate is looked at: their noise has 3 degrees of freedom
 BASE_SHARE = 1.5  # runs of the base for each of the candidate: the base is used again, so more
 MOST_RUNS = 20  # of a candidate; what they cannot show is given up
-LEAST_KEEP_RUNS = 3  # of a candidate, below which one lucky run could carry a keep
+LEAST_KEEP_RUNS = 4  # of a candidate, below which nobody knows if its own noise is larger
 LEAST_SCORE = 3.0  # standard errors, without the run that speaks most for a keep
 UNEQUAL = 0.01  # of the F test, below which a group has a noise of its own
+LEAST_UNEQUAL = 0.2  # the same, for a keep: a few noisy runs may lie together by luck
 DRIFT = 0.001  # of the test for a trend of the base's runs, below which they drift
 MIXTURE = 1.0  # variance of the gains that an interval is tightest for, in variances of a run
 MANY = 1000.0  # degrees of freedom from which on t is normal
@@ -144,9 +145,8 @@ class Judgement:
     following: NextRun | None = None
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """A run on the scale where more is better."""
+class _Scored(NamedTuple):
+    """A run on the scale where more is better; a tuple, as each look makes hundreds of them."""
 
     score: float
     seed: int
@@ -217,8 +217,9 @@ def judge(
 ) -> Judgement:
     """Return what base and candidate have shown so far.
 
-    level: the probability of a false keep that this candidate may use up. earlier: the noise of
-    groups of the same session that have ended. information: that of the look before, 0 at first.
+    base, candidate: in order of time. level: the probability of a false keep that this candidate
+    may use up. earlier: the noise of groups of the same session that have ended. information: that
+    of the look before, 0 at first.
 
     A run of the candidate that came to NaN or infinity discards it. Raises ValueError for such a
     run of the base, and for a level that is no probability.
@@ -231,7 +232,7 @@ def judge(
         return Judgement("discard", f"A run of the candidate came to {broken[0]}.")
     tried = _score_runs(candidate, goal)
     following = choose_next_run(base, candidate, goal=goal)
-    noise = _estimate_noise(runs, tried, goal, earlier)
+    noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not _is_enough(runs, tried, goal, noise):
         return _go_on("There are too few runs to look at.", following)
     if not noise.pooled.variance:
@@ -240,7 +241,7 @@ def judge(
     step = OVERSHOOT * DESIGN_GAIN * math.sqrt(max(look.information - information, 0.0))
     verdict, reason = _decide(look.log_likelihood_ratio, step, level, len(tried))
     if verdict == "keep":
-        verdict, reason = _examine_keep(runs, tried, goal, noise)
+        verdict, reason = _examine_keep(runs, tried, goal, earlier)
     return Judgement(
         verdict,
         reason,
@@ -266,8 +267,7 @@ def choose_next_run(
     if goal.design == "independent":
         wanted = math.ceil(1 + BASE_SHARE * len(candidate)) if candidate else least
         return NextRun("base" if len(base) < max(wanted, least) else "candidate")
-    last = max((run.time_s for run in base), default=-math.inf)
-    is_behind = any(run.time_s > last for run in candidate)
+    is_behind = bool(candidate and base and candidate[-1].time_s > base[-1].time_s)
     return NextRun("base" if is_behind or len(base) < least else "candidate")
 
 
@@ -281,17 +281,19 @@ def estimate_difference(
 ) -> Difference:
     """Return how much better the candidate is, for any figure: speed, memory, what a gain costs.
 
-    alpha: the probability that the interval ever leaves out the truth, at all looks together.
+    alpha: the probability that the interval ever leaves out the truth, at all looks together. Of
+    a figure without resolution that never varied, such as a peak of memory, it is a point.
     Raises ValueError for a group without runs and for a figure that is not finite.
     """
     runs, tried = _score_runs(base, goal), _score_runs(candidate, goal)
     if not runs or not tried:
         raise ValueError("a difference needs a run of the base and one of the candidate")
     estimate = _estimate_gain(runs, tried, goal)
-    noise = _estimate_noise(runs, tried, goal, earlier)
+    noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not noise.pooled.freedom:
         return Difference(estimate.gain, -math.inf, math.inf, math.nan)
-    if not noise.pooled.variance:
+    is_known = _is_constant(runs) and _is_constant(tried) and not goal.resolution
+    if not noise.pooled.variance or (is_known and not earlier.variance):
         return Difference(estimate.gain, estimate.gain, estimate.gain, 0.0)
     return _make_difference(_take_look(estimate, noise), noise, alpha)
 
@@ -341,8 +343,10 @@ def measure_candidate_noise(
     base: Sequence[Measurement], candidate: Sequence[Measurement], *, goal: Goal
 ) -> PooledVariance:
     """Return what the candidate's runs show of the noise, to be added to that of earlier groups."""
-    tried = [run for run in candidate if math.isfinite(run.value)]
-    return _measure_group(_score_runs(base, goal), _score_runs(tried, goal), goal)
+    tried = _score_runs([run for run in candidate if math.isfinite(run.value)], goal)
+    if goal.design != "paired":
+        return _measure_runs(tried, goal)
+    return _measure_group(_score_runs(base, goal), tried, goal)
 
 
 def measure_base_noise(base: Sequence[Measurement], *, goal: Goal) -> PooledVariance:
@@ -366,7 +370,8 @@ def _score_runs(runs: Sequence[Measurement], goal: Goal) -> list[_Scored]:
     for run in runs:
         if not math.isfinite(run.value):
             raise ValueError(f"a run of the base came to {run.value}; a base needs finite figures")
-    return [_Scored(goal.score(run.value), run.seed, run.time_s) for run in runs]
+    score = goal.score
+    return [_Scored(score(run.value), run.seed, run.time_s) for run in runs]
 
 
 def _is_enough(
@@ -382,6 +387,10 @@ def _is_enough(
 
 def _go_on(reason: str, following: NextRun) -> Judgement:
     return Judgement("undecided", reason, following=following)
+
+
+def _is_constant(runs: Sequence[_Scored]) -> bool:
+    return len(runs) > 1 and len({run.score for run in runs}) == 1
 
 
 def _judge_without_noise(gain: float) -> Judgement:
@@ -404,12 +413,12 @@ def _decide(ratio: float, step: float, level: float, count: int) -> tuple[Verdic
 
 
 def _examine_keep(
-    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, noise: _Noise
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, earlier: PooledVariance
 ) -> tuple[Verdict, str]:
     """Return keep, if it does not hang on one run and the base does not drift."""
     if goal.design == "independent" and _is_drifting(base):
         return "refused", "The runs of the base drift with time; judge it by an interleaved design."
-    if len(candidate) >= LEAST_KEEP_RUNS and _is_carried_by_many(base, candidate, goal, noise):
+    if len(candidate) >= LEAST_KEEP_RUNS and _is_carried_by_many(base, candidate, goal, earlier):
         return "keep", "The gain is beyond what chance does at the level of this candidate."
     if len(candidate) < MOST_RUNS:
         return "undecided", "A single run carries the gain so far."
@@ -417,7 +426,7 @@ def _examine_keep(
 
 
 def _is_carried_by_many(
-    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, noise: _Noise
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, earlier: PooledVariance
 ) -> bool:
     """True if the gain stays LEAST_SCORE standard errors without the run of the candidate that
     speaks most for it, and without that of the base.
@@ -433,6 +442,7 @@ def _is_carried_by_many(
         best = max(candidate, key=lambda run: run.score)
         worst = min(base, key=lambda run: run.score)
         left = [run for run in base if run is not worst]
+    noise = _estimate_noise(base, candidate, goal, earlier, LEAST_UNEQUAL)
     rest = [run for run in candidate if run is not best]
     return _take_look(_estimate_gain(left, rest, goal), noise).score >= LEAST_SCORE
 
@@ -494,6 +504,7 @@ def _estimate_noise(
     candidate: Sequence[_Scored],
     goal: Goal,
     earlier: PooledVariance,
+    unequal: float,
 ) -> _Noise:
     """Return the noise that all groups share; of a group that is noisier than the others beyond
     chance (F test), its own."""
@@ -501,20 +512,21 @@ def _estimate_noise(
     of_base = _measure_base(base, goal)
     floor = _find_floor([run.score for run in (*base, *candidate)], goal)
     pooled = _raise_to(earlier + of_candidate + of_base, floor)
-    for_candidate = _choose_noise(of_candidate, earlier + of_base, pooled)
+    for_candidate = _choose_noise(of_candidate, earlier + of_base, pooled, unequal)
     if goal.design == "paired":  # what pairs vary by is of both
         return _Noise(pooled, for_candidate, for_candidate)
-    return _Noise(pooled, for_candidate, _choose_noise(of_base, earlier + of_candidate, pooled))
+    for_base = _choose_noise(of_base, earlier + of_candidate, pooled, unequal)
+    return _Noise(pooled, for_candidate, for_base)
 
 
 def _choose_noise(
-    own: PooledVariance, others: PooledVariance, pooled: PooledVariance
+    own: PooledVariance, others: PooledVariance, pooled: PooledVariance, unequal: float
 ) -> PooledVariance:
     from scipy.special import fdtrc
 
     if own.variance <= pooled.variance or not own.freedom or not others.variance:
         return pooled
-    is_noisier = fdtrc(own.freedom, others.freedom, own.variance / others.variance) < UNEQUAL
+    is_noisier = fdtrc(own.freedom, others.freedom, own.variance / others.variance) < unequal
     return own if is_noisier else pooled
 
 
