@@ -6,7 +6,8 @@ The test is Wald's sequential probability ratio test (Wald 1945) of a gain of DE
 deviations of a run against none, on the information that base and candidate have together, as
 group-sequential trials use it (Jennison & Turnbull 2000, chapters 3 and 11). The standard deviation
 is that of all runs of a session, pooled. It assumes independent runs with noise about normal;
-where that fails, a keep needs more than one run that carries it, or is refused.
+where that fails, a keep needs more than one run that carries it, or is refused. Drift over time
+is only seen where it is strong, so figures of a machine need the interleaved design.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class Goal:
     """What is judged: which direction is better, and by which design runs are compared.
 
     scale: "log" for losses and speeds, whose gains are then shares, as log(candidate / base).
-    design: "independent" compares means, "paired" runs of one seed, "interleaved" each run of the
-    candidate with the runs of the base nearest in time, for a machine that drifts.
+    design: "independent" compares means, for scores with seeds of their own. "paired" compares
+    runs of one seed, where seeds matter. "interleaved" compares each run of the candidate with the
+    runs of the base nearest in time, for speeds, as a machine drifts.
     resolution: the least step of the figure, 1 / rows of an accuracy; 0 where it has none.
     """
 
@@ -219,7 +221,8 @@ def judge(
 
     base, candidate: in order of time. level: the probability of a false keep that this candidate
     may use up. earlier: the noise of groups of the same session that have ended. information: that
-    of the look before, 0 at first.
+    of the look before; where it is not given, a look counts as if all runs before it had been
+    looked at.
 
     A run of the candidate that came to NaN or infinity discards it. Raises ValueError for such a
     run of the base, and for a level that is no probability.
@@ -230,15 +233,16 @@ def judge(
     runs = _score_runs(base, goal)
     if broken:
         return Judgement("discard", f"A run of the candidate came to {broken[0]}.")
-    tried = _score_runs(candidate, goal)
+    tried = _select_comparable(runs, _score_runs(candidate, goal), goal)
     following = choose_next_run(base, candidate, goal=goal)
     noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not _is_enough(runs, tried, goal, noise):
-        return _go_on("There are too few runs to look at.", following)
+        return Judgement("undecided", "There are too few runs to look at.", following=following)
     if not noise.pooled.variance:
         return _judge_without_noise(_estimate_gain(runs, tried, goal).gain)
     look = _take_look(_estimate_gain(runs, tried, goal), noise)
-    step = OVERSHOOT * DESIGN_GAIN * math.sqrt(max(look.information - information, 0.0))
+    gained = min(look.information - information, look.information / len(tried))
+    step = OVERSHOOT * DESIGN_GAIN * math.sqrt(max(gained, 0.0))
     verdict, reason = _decide(look.log_likelihood_ratio, step, level, len(tried))
     if verdict == "keep":
         verdict, reason = _examine_keep(runs, tried, goal, earlier)
@@ -283,11 +287,13 @@ def estimate_difference(
 
     alpha: the probability that the interval ever leaves out the truth, at all looks together. Of
     a figure without resolution that never varied, such as a peak of memory, it is a point.
-    Raises ValueError for a group without runs and for a figure that is not finite.
+    Raises ValueError for a group without runs, in a paired design for seeds of which none is in
+    both, and for a figure that is not finite.
     """
-    runs, tried = _score_runs(base, goal), _score_runs(candidate, goal)
+    runs = _score_runs(base, goal)
+    tried = _select_comparable(runs, _score_runs(candidate, goal), goal)
     if not runs or not tried:
-        raise ValueError("a difference needs a run of the base and one of the candidate")
+        raise ValueError("a difference needs a run of the base and one of the candidate like it")
     estimate = _estimate_gain(runs, tried, goal)
     noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not noise.pooled.freedom:
@@ -304,8 +310,11 @@ def check_not_worse(difference: Difference, margin: float) -> Literal["holds", "
 
     margin: in units of the figure; of a goal on a log scale the share, 0.02 for 2 %.
     Of a keep that needs this too, the probability of a false one grows by nothing, where the
-    interval is of twice the level of the keep (intersection-union, Berger 1982).
+    interval is of twice the level of the keep (intersection-union, Berger 1982). Raises ValueError
+    for a margin that is not above 0.
     """
+    if not margin > 0:
+        raise ValueError(f"margin: {margin}; not worse needs a margin above 0")
     if difference.low > -margin:
         return "holds"
     return "fails" if difference.high < -margin else "unclear"
@@ -385,8 +394,21 @@ def _is_enough(
     return len(base) >= LEAST_BASE_RUNS
 
 
-def _go_on(reason: str, following: NextRun) -> Judgement:
-    return Judgement("undecided", reason, following=following)
+def _select_comparable(
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal
+) -> Sequence[_Scored]:
+    """Return the candidate's runs that the design can compare: those whose seed the base has.
+
+    Raises ValueError where runs that are to be compared by their time have none.
+    """
+    if goal.design == "paired":
+        seeds = {run.seed for run in base}
+        return [run for run in candidate if run.seed in seeds]
+    if goal.design == "interleaved":
+        times = [run.time_s for run in base]
+        if any(b <= a for a, b in zip(times, times[1:], strict=False)):
+            raise ValueError("time_s: an interleaved base needs runs in order of time")
+    return candidate
 
 
 def _is_constant(runs: Sequence[_Scored]) -> bool:
