@@ -16,6 +16,7 @@ from headroom.comparison.sequential_tests import (
     Measurement,
     NextRun,
     PooledVariance,
+    RunsNeeded,
     check_not_worse,
     choose_next_run,
     compute_normal_score,
@@ -199,14 +200,48 @@ def test_pairs_of_one_seed_see_what_the_seeds_would_hide() -> None:
     assert judge(base, runs, goal=Goal(), level=LEVEL).verdict != "keep"
 
 
-def test_a_noisier_group_is_tested_by_its_own_noise() -> None:
+def test_a_noisier_group_is_tested_by_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quiet runs of others would lend it their noise."""
     noise = PooledVariance(0.014**2 * 50, 50)
-    runs = make_runs(0.85, 1.0, 0.9, 1.05, 0.88, 0.97)
-    found = judge(make_runs(*BASE), runs, goal=Goal(), level=LEVEL, earlier=noise)
-    assert found.verdict != "keep"
-    pooled = math.sqrt(0.014**2 * (1 / 6 + 1 / 6))
-    assert found.difference is not None and found.difference.gain / pooled > 5
+    base, runs = make_runs(*BASE), make_runs(0.9, 0.96, 0.88, 0.97, 0.9, 0.94)
+
+    def find() -> str:
+        return judge(base, runs, goal=LOSS, level=LEVEL, earlier=noise).verdict
+
+    assert find() == "undecided"
+    monkeypatch.setattr(sequential_tests, "UNEQUAL", 0.0)
+    monkeypatch.setattr(sequential_tests, "LEAST_UNEQUAL", 0.0)
+    assert find() == "keep"
+
+
+def test_a_base_with_one_bad_run_makes_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential_tests, "UNEQUAL", 0.0)
+    monkeypatch.setattr(sequential_tests, "LEAST_UNEQUAL", 0.0)
+    noise = PooledVariance(0.014**2 * 2000, 2000)
+    base, runs = make_runs(1.0, 0.99, 1.3, 1.01), make_runs(1.0, 1.001, 0.99, 1.01)
+    judgement = judge(base, runs, goal=LOSS, level=LEVEL, earlier=noise)
+    assert judgement.verdict == "undecided" and "A single run carries" in judgement.reason
+
+
+def test_the_noise_of_pairs_is_half_that_of_their_differences() -> None:
+    base, runs = make_runs(1.0, 5.0, 3.0), make_runs(0.9, 4.6, 2.9)
+    noise = measure_candidate_noise(base, runs, goal=Goal(design="paired"))
+    assert noise.variance == pytest.approx(stats.tvar([0.1, 0.4, 0.1]) / 2)
+    assert noise.freedom == 2
+
+
+def test_a_look_is_walds_ratio_on_the_information_of_the_pairs() -> None:
+    """By hand: 3 pairs; 2 degrees of freedom of the base, of which half the noise is."""
+    earlier = PooledVariance(0.04 * 1e6, 1e6)
+    base, runs = make_runs(1.0, 2.0, 3.0), make_runs(0.8, 1.9, 2.7)
+    judgement = judge(base, runs, goal=Goal(design="paired"), level=LEVEL, earlier=earlier)
+    information, freedom = 3 / 2, 4 / (1 / 1e6 + 1 / 2)
+    t = 0.2 / (0.2 / math.sqrt(information))
+    score = stats.norm.isf(stats.t.sf(t, freedom))
+    ratio = 1.8 * score * math.sqrt(information) - 1.8**2 * information / 2
+    step = 0.583 * 1.8 * math.sqrt(information / 3)
+    assert judgement.information == pytest.approx(information, rel=1e-5)
+    assert judgement.p_value == pytest.approx(min(1.0, math.exp(-ratio - step)), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -234,24 +269,22 @@ def test_the_next_run_is_of_the_one_that_lags(
     assert choose_next_run(make(base), make(candidate), goal=goal) == following
 
 
-def test_the_runs_that_are_forecast_decide_where_the_gain_stays() -> None:
-    base, runs = make_runs(*BASE), make_runs(0.978, 0.977)
-    judgement = judge(base, runs, goal=Goal(), level=LEVEL)
-    needed = forecast_runs(judgement, base, runs, goal=Goal(), level=LEVEL)
-    assert judgement.verdict == "undecided" and needed is not None
-    assert judgement.difference is not None
-    noise = PooledVariance(judgement.difference.deviation**2 * 1e6, 1e6)
-    mean = sum(run.value for run in runs) / len(runs)
-    center = sum(BASE) / len(BASE)
+def test_the_runs_that_are_forecast_are_those_that_decide_where_the_gain_stays() -> None:
+    """With noise that is known: 1.5 runs of the base for each, and the first look to decide."""
+    noise, base = PooledVariance(0.014**2 * 2000, 2000), make_runs(*BASE)
+    runs = make_runs(0.974, 0.975)
+    now = judge(base, runs, goal=LOSS, level=LEVEL, earlier=noise)
+    needed = forecast_runs(now, base, runs, goal=LOSS, level=LEVEL)
+    assert now.verdict == "undecided" and needed == RunsNeeded(candidate=4, base=4)
 
-    def look(more: int) -> Judgement:
-        grown = make_runs(*BASE, *[center] * needed.base)
-        tried = make_runs(*[run.value for run in runs], *[mean] * more)
-        before = judge(grown, tried[:-1], goal=Goal(), level=LEVEL, earlier=noise).information
-        return judge(grown, tried, goal=Goal(), level=LEVEL, earlier=noise, information=before)
+    def look(more: int) -> str:
+        tried = make_runs(0.974, 0.975, *[0.9745] * more)
+        grown = make_runs(*BASE, *[1.0] * (math.ceil(1 + 1.5 * len(tried)) - len(BASE)))
+        return judge(grown, tried, goal=LOSS, level=LEVEL, earlier=noise).verdict
 
-    assert look(needed.candidate + 1).verdict != "undecided"
-    assert look(1).verdict == "undecided" or needed.candidate == 1
+    assert [look(more) for more in (2, 3, 4)] == ["undecided", "undecided", "keep"]
+    pairs = forecast_runs(now, base, runs, goal=Goal(design="paired"), level=LEVEL)
+    assert pairs is not None and pairs.base == max(len(runs) + pairs.candidate - len(base), 0)
 
 
 def test_no_forecast_where_the_noise_is_not_known() -> None:
