@@ -269,22 +269,35 @@ def test_the_next_run_is_of_the_one_that_lags(
     assert choose_next_run(make(base), make(candidate), goal=goal) == following
 
 
-def test_the_runs_that_are_forecast_are_those_that_decide_where_the_gain_stays() -> None:
-    """With noise that is known: 1.5 runs of the base for each, and the first look to decide."""
+@pytest.mark.parametrize(
+    ("level", "needed"),
+    [(1e-3, RunsNeeded(3, 3)), (1e-4, RunsNeeded(5, 6)), (1e-5, RunsNeeded(6, 7))],
+)
+def test_the_runs_that_are_forecast_decide_where_the_gain_stays(
+    level: float, needed: RunsNeeded
+) -> None:
     noise, base = PooledVariance(0.014**2 * 2000, 2000), make_runs(*BASE)
-    runs = make_runs(0.974, 0.975)
-    now = judge(base, runs, goal=LOSS, level=LEVEL, earlier=noise)
-    needed = forecast_runs(now, base, runs, goal=LOSS, level=LEVEL)
-    assert now.verdict == "undecided" and needed == RunsNeeded(candidate=4, base=4)
+    runs = make_runs(0.97, 0.971)
+    now = judge(base, runs, goal=LOSS, level=level, earlier=noise)
+    assert now.verdict == "undecided"
+    assert forecast_runs(now, base, runs, goal=LOSS, level=level) == needed
 
     def look(more: int) -> str:
-        tried = make_runs(0.974, 0.975, *[0.9745] * more)
-        grown = make_runs(*BASE, *[1.0] * (math.ceil(1 + 1.5 * len(tried)) - len(BASE)))
-        return judge(grown, tried, goal=LOSS, level=LEVEL, earlier=noise).verdict
+        tried = make_runs(0.97, 0.971, *[0.9705] * more)
+        of_base = max(math.ceil(1 + 1.5 * len(tried)), len(BASE))
+        grown = make_runs(*BASE, *[1.0] * (of_base - len(BASE)))
+        return judge(grown, tried, goal=LOSS, level=level, earlier=noise).verdict
 
-    assert [look(more) for more in (2, 3, 4)] == ["undecided", "undecided", "keep"]
-    pairs = forecast_runs(now, base, runs, goal=Goal(design="paired"), level=LEVEL)
-    assert pairs is not None and pairs.base == max(len(runs) + pairs.candidate - len(base), 0)
+    assert look(needed.candidate - 1) == "undecided" and look(needed.candidate) == "keep"
+
+
+def test_pairs_are_forecast_to_need_as_many_runs_of_the_base() -> None:
+    noise, base = PooledVariance(0.014**2 * 2000, 2000), make_runs(*BASE)
+    runs, goal = make_runs(0.99, 0.96), Goal(design="paired")
+    now = judge(base, runs, goal=goal, level=LEVEL, earlier=noise)
+    needed = forecast_runs(now, base, runs, goal=goal, level=1e-6)
+    assert now.verdict == "undecided" and needed is not None
+    assert needed.candidate > 4 and needed.base == needed.candidate - 4
 
 
 def test_no_forecast_where_the_noise_is_not_known() -> None:
