@@ -314,6 +314,25 @@ def test_noise_adds_up_to_the_pooled_variance() -> None:
     assert noise.variance == pytest.approx((2 * stats.tvar([1, 2, 4]) + stats.tvar([3, 3.5])) / 3)
 
 
+def test_the_degrees_of_freedom_of_runs_in_turns_are_those_that_they_vary_by() -> None:
+    draw, goal = Random(5), Goal(design="interleaved")
+    noises = [
+        measure_base_noise(make_runs(*[draw.gauss(0, 1) for _ in range(6)]), goal=goal)
+        for _ in range(5000)
+    ]
+    spread = stats.tvar([noise.variance for noise in noises])
+    assert noises[0].freedom == pytest.approx(2 / spread, rel=0.1)
+
+
+def test_noisier_pairs_count_for_both_of_their_runs() -> None:
+    earlier = PooledVariance(0.01 * 1e6, 1e6)
+    base, runs = make_runs(1.0, 2.0, 3.0, 4.0), make_runs(0.0, 2.5, 1.5, 4.5)
+    goal = Goal(design="paired")
+    judgement = judge(base, runs, goal=goal, level=LEVEL, earlier=earlier)
+    own = measure_candidate_noise(base, runs, goal=goal).variance
+    assert judgement.information == pytest.approx(4 / 2 * 0.01 / own, rel=1e-3)
+
+
 def test_the_noise_of_runs_in_turns_leaves_a_slow_drift_out() -> None:
     draw = Random(3)
     runs = make_runs(*[0.1 * at + draw.gauss(0, 1) for at in range(400)])
