@@ -101,13 +101,14 @@ def test_runs_and_candidates_out_of_turn_are_refused() -> None:
 def test_a_base_in_turns_is_measured_after_two_other_runs() -> None:
     session = make_session(1.0, 1.1, 0.9, 1.0, goal=Goal(design="interleaved"))
     for expected in ("candidate", "candidate", "base"):
-        assert session.choose_next_run() == NextRun(expected)  # type: ignore[arg-type]
+        assert session.choose_next_run() == NextRun(expected)
         session = try_values(session.open_candidate(), 2.0).withdraw_candidate()
 
 
 def test_a_night_goes_on_from_its_json_as_if_it_had_not_been_killed() -> None:
     def play(is_killed: bool) -> list[tuple[str, float]]:
-        draw, session, found = Random(0), JudgingSession(Goal("max", "log")), []
+        draw, session = Random(0), JudgingSession(Goal("max", "log"))
+        found: list[tuple[str, float]] = []
         for number in range(12):
             session = session.open_candidate()
             verdict = "undecided"
