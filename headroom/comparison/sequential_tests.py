@@ -5,9 +5,12 @@ probability of a keep is at most the level that it was given, however often it i
 The test is Wald's sequential probability ratio test (Wald 1945) of a gain of DESIGN_GAIN standard
 deviations of a run against none, on the information that base and candidate have together, as
 group-sequential trials use it (Jennison & Turnbull 2000, chapters 3 and 11). The standard deviation
-is that of all runs of a session, pooled. It assumes independent runs with noise about normal;
-where that fails, a keep needs more than one run that carries it, or is refused. Drift over time
-is only seen where it is strong, so figures of a machine need the interleaved design.
+is that of all runs of a session, pooled. Scores for t and lines nearer by the overshoot are
+approximations; what they hold is measured by benchmarks.referee.
+
+It assumes independent runs with noise about normal; where that fails, a keep needs more than one
+run that carries it, or is refused. Drift over time is only seen where it is strong, so figures of a
+machine need the interleaved design.
 """
 
 from __future__ import annotations
