@@ -117,7 +117,7 @@ class JudgingSession:
 
     def judge(self) -> Judgement:
         """Return what the open candidate has shown so far; see sequential_tests.judge."""
-        judgement = judge(
+        return judge(
             self.base,
             self.candidate or (),
             goal=self.goal,
@@ -125,7 +125,6 @@ class JudgingSession:
             earlier=self.noise,
             information=self.information,
         )
-        return judgement
 
     def record(self, judgement: Judgement) -> JudgingSession:
         """Return the session after a look: a candidate that is kept becomes the base with its runs,

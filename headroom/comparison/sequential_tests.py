@@ -5,8 +5,12 @@ probability of a keep is at most the level that it was given, however often it i
 The test is Wald's sequential probability ratio test (Wald 1945) of a gain of DESIGN_GAIN standard
 deviations of a run against none, on the information that base and candidate have together, as
 group-sequential trials use it (Jennison & Turnbull 2000, chapters 3 and 11). The standard deviation
-is that of all runs of a session, pooled. It assumes independent runs with noise about normal;
-where that fails, a keep needs more than one run that carries it, or is refused.
+is that of all runs of a session, pooled. Scores for t and lines nearer by the overshoot are
+approximations; what they hold is measured by benchmarks.referee.
+
+It assumes independent runs with noise about normal; where that fails, a keep needs more than one
+run that carries it, or is refused. Drift over time is only seen where it is strong, so figures of a
+machine need the interleaved design.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Direction = Literal["min", "max"]
 Scale = Literal["linear", "log"]
@@ -23,19 +27,21 @@ Design = Literal["independent", "paired", "interleaved"]
 Verdict = Literal["keep", "discard", "undecided", "refused"]
 
 ALPHA = 0.05  # of an interval, and of a whole session
-# In standard deviations of a run. Less than the 2 that are to be found, as the test is most
-# powerful a little above what it is made for; by the made runs of benchmarks.referee.
+# In standard deviations of a run. With MISS it was chosen on made runs: nine gains of 2 in ten are
+# kept, for 3.2 runs of a candidate; of larger gains more, of those of 1 one in fourteen.
 DESIGN_GAIN = 1.8
-MISS = 0.1  # nominal probability that a gain of that size is discarded
+MISS = 0.1  # nominal probability that a gain of DESIGN_GAIN is discarded
 OVERSHOOT = 0.583  # of a random walk over a line, in steps (Siegmund 1985, p. 50)
 LEAST_BASE_RUNS = 4  # before a candidate is looked at: their noise has 3 degrees of freedom
 BASE_SHARE = 1.5  # runs of the base for each of the candidate: the base is used again, so more
 MOST_RUNS = 20  # of a candidate; what they cannot show is given up
-LEAST_KEEP_RUNS = 3  # of a candidate, below which one lucky run could carry a keep
+LEAST_KEEP_RUNS = 4  # of a candidate, below which nobody knows if its own noise is larger
 LEAST_SCORE = 3.0  # standard errors, without the run that speaks most for a keep
 UNEQUAL = 0.01  # of the F test, below which a group has a noise of its own
+LEAST_UNEQUAL = 0.2  # the same, for a keep: a few noisy runs may lie together by luck
 DRIFT = 0.001  # of the test for a trend of the base's runs, below which they drift
 MIXTURE = 1.0  # variance of the gains that an interval is tightest for, in variances of a run
+KEPT = "The gain is beyond what chance does at the level of this candidate."
 MANY = 1000.0  # degrees of freedom from which on t is normal
 
 
@@ -54,8 +60,9 @@ class Goal:
     """What is judged: which direction is better, and by which design runs are compared.
 
     scale: "log" for losses and speeds, whose gains are then shares, as log(candidate / base).
-    design: "independent" compares means, "paired" runs of one seed, "interleaved" each run of the
-    candidate with the runs of the base nearest in time, for a machine that drifts.
+    design: "independent" compares means, for scores with seeds of their own. "paired" compares
+    runs of one seed, where seeds matter. "interleaved" compares each run of the candidate with the
+    runs of the base nearest in time, for speeds, as a machine drifts.
     resolution: the least step of the figure, 1 / rows of an accuracy; 0 where it has none.
     """
 
@@ -144,9 +151,8 @@ class Judgement:
     following: NextRun | None = None
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """A run on the scale where more is better."""
+class _Scored(NamedTuple):
+    """A run on the scale where more is better; a tuple, as each look makes hundreds of them."""
 
     score: float
     seed: int
@@ -217,8 +223,10 @@ def judge(
 ) -> Judgement:
     """Return what base and candidate have shown so far.
 
-    level: the probability of a false keep that this candidate may use up. earlier: the noise of
-    groups of the same session that have ended. information: that of the look before, 0 at first.
+    base, candidate: in order of time. level: the probability of a false keep that this candidate
+    may use up. earlier: the noise of groups of the same session that have ended. information: that
+    of the look before; where it is not given, a look counts as if all runs before it had been
+    looked at.
 
     A run of the candidate that came to NaN or infinity discards it. Raises ValueError for such a
     run of the base, and for a level that is no probability.
@@ -229,18 +237,19 @@ def judge(
     runs = _score_runs(base, goal)
     if broken:
         return Judgement("discard", f"A run of the candidate came to {broken[0]}.")
-    tried = _score_runs(candidate, goal)
+    tried = _select_comparable(runs, _score_runs(candidate, goal), goal)
     following = choose_next_run(base, candidate, goal=goal)
-    noise = _estimate_noise(runs, tried, goal, earlier)
+    noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not _is_enough(runs, tried, goal, noise):
-        return _go_on("There are too few runs to look at.", following)
+        return Judgement("undecided", "There are too few runs to look at.", following=following)
     if not noise.pooled.variance:
         return _judge_without_noise(_estimate_gain(runs, tried, goal).gain)
     look = _take_look(_estimate_gain(runs, tried, goal), noise)
-    step = OVERSHOOT * DESIGN_GAIN * math.sqrt(max(look.information - information, 0.0))
+    gained = min(look.information - information, look.information / len(tried))
+    step = OVERSHOOT * DESIGN_GAIN * math.sqrt(max(gained, 0.0))
     verdict, reason = _decide(look.log_likelihood_ratio, step, level, len(tried))
     if verdict == "keep":
-        verdict, reason = _examine_keep(runs, tried, goal, noise)
+        verdict, reason = _examine_keep(runs, tried, goal, earlier)
     return Judgement(
         verdict,
         reason,
@@ -266,8 +275,7 @@ def choose_next_run(
     if goal.design == "independent":
         wanted = math.ceil(1 + BASE_SHARE * len(candidate)) if candidate else least
         return NextRun("base" if len(base) < max(wanted, least) else "candidate")
-    last = max((run.time_s for run in base), default=-math.inf)
-    is_behind = any(run.time_s > last for run in candidate)
+    is_behind = bool(candidate and base and candidate[-1].time_s > base[-1].time_s)
     return NextRun("base" if is_behind or len(base) < least else "candidate")
 
 
@@ -281,17 +289,21 @@ def estimate_difference(
 ) -> Difference:
     """Return how much better the candidate is, for any figure: speed, memory, what a gain costs.
 
-    alpha: the probability that the interval ever leaves out the truth, at all looks together.
-    Raises ValueError for a group without runs and for a figure that is not finite.
+    alpha: the probability that the interval ever leaves out the truth, at all looks together. Of
+    a figure without resolution that never varied, such as a peak of memory, it is a point.
+    Raises ValueError for a group without runs, in a paired design for seeds of which none is in
+    both, and for a figure that is not finite.
     """
-    runs, tried = _score_runs(base, goal), _score_runs(candidate, goal)
+    runs = _score_runs(base, goal)
+    tried = _select_comparable(runs, _score_runs(candidate, goal), goal)
     if not runs or not tried:
-        raise ValueError("a difference needs a run of the base and one of the candidate")
+        raise ValueError("a difference needs a run of the base and one of the candidate like it")
     estimate = _estimate_gain(runs, tried, goal)
-    noise = _estimate_noise(runs, tried, goal, earlier)
+    noise = _estimate_noise(runs, tried, goal, earlier, UNEQUAL)
     if not noise.pooled.freedom:
         return Difference(estimate.gain, -math.inf, math.inf, math.nan)
-    if not noise.pooled.variance:
+    is_known = _is_constant(runs) and _is_constant(tried) and not goal.resolution
+    if not noise.pooled.variance or (is_known and not earlier.variance):
         return Difference(estimate.gain, estimate.gain, estimate.gain, 0.0)
     return _make_difference(_take_look(estimate, noise), noise, alpha)
 
@@ -302,8 +314,11 @@ def check_not_worse(difference: Difference, margin: float) -> Literal["holds", "
 
     margin: in units of the figure; of a goal on a log scale the share, 0.02 for 2 %.
     Of a keep that needs this too, the probability of a false one grows by nothing, where the
-    interval is of twice the level of the keep (intersection-union, Berger 1982).
+    interval is of twice the level of the keep (intersection-union, Berger 1982). Raises ValueError
+    for a margin that is not above 0.
     """
+    if not margin > 0:
+        raise ValueError(f"margin: {margin}; not worse needs a margin above 0")
     if difference.low > -margin:
         return "holds"
     return "fails" if difference.high < -margin else "unclear"
@@ -329,7 +344,7 @@ def forecast_runs(
             of_base = max(math.ceil(1 + BASE_SHARE * of_candidate), LEAST_BASE_RUNS, len(base))
         information = 1 / (1 / of_candidate + 1 / of_base)
         look = _Look(found.gain, found.deviation / math.sqrt(information), MANY, information)
-        step = OVERSHOOT * DESIGN_GAIN  # the next look has about one run's information more
+        step = OVERSHOOT * DESIGN_GAIN * math.sqrt(information / of_candidate)
         verdict, _ = _decide(look.log_likelihood_ratio, step, level, of_candidate)
         is_kept_too_early = verdict == "keep" and of_candidate < LEAST_KEEP_RUNS
         if verdict != "undecided" and not is_kept_too_early:
@@ -341,8 +356,10 @@ def measure_candidate_noise(
     base: Sequence[Measurement], candidate: Sequence[Measurement], *, goal: Goal
 ) -> PooledVariance:
     """Return what the candidate's runs show of the noise, to be added to that of earlier groups."""
-    tried = [run for run in candidate if math.isfinite(run.value)]
-    return _measure_group(_score_runs(base, goal), _score_runs(tried, goal), goal)
+    tried = _score_runs([run for run in candidate if math.isfinite(run.value)], goal)
+    if goal.design != "paired":
+        return _measure_runs(tried, goal)
+    return _measure_group(_score_runs(base, goal), tried, goal)
 
 
 def measure_base_noise(base: Sequence[Measurement], *, goal: Goal) -> PooledVariance:
@@ -366,7 +383,8 @@ def _score_runs(runs: Sequence[Measurement], goal: Goal) -> list[_Scored]:
     for run in runs:
         if not math.isfinite(run.value):
             raise ValueError(f"a run of the base came to {run.value}; a base needs finite figures")
-    return [_Scored(goal.score(run.value), run.seed, run.time_s) for run in runs]
+    score = goal.score
+    return [_Scored(score(run.value), run.seed, run.time_s) for run in runs]
 
 
 def _is_enough(
@@ -380,8 +398,25 @@ def _is_enough(
     return len(base) >= LEAST_BASE_RUNS
 
 
-def _go_on(reason: str, following: NextRun) -> Judgement:
-    return Judgement("undecided", reason, following=following)
+def _select_comparable(
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal
+) -> Sequence[_Scored]:
+    """Return the candidate's runs that the design can compare: those whose seed the base has.
+
+    Raises ValueError where runs that are to be compared by their time have none.
+    """
+    if goal.design == "paired":
+        seeds = {run.seed for run in base}
+        return [run for run in candidate if run.seed in seeds]
+    if goal.design == "interleaved":
+        times = [run.time_s for run in base]
+        if any(b <= a for a, b in zip(times, times[1:], strict=False)):
+            raise ValueError("time_s: an interleaved base needs runs in order of time")
+    return candidate
+
+
+def _is_constant(runs: Sequence[_Scored]) -> bool:
+    return len(runs) > 1 and len({run.score for run in runs}) == 1
 
 
 def _judge_without_noise(gain: float) -> Judgement:
@@ -395,7 +430,7 @@ def _decide(ratio: float, step: float, level: float, count: int) -> tuple[Verdic
     """Return the verdict of the two lines, each nearer by the step that a walk goes beyond it on
     average (Whitehead & Stratton 1983)."""
     if ratio >= -math.log(level) - step:
-        return "keep", "The gain is beyond what chance does at the level of this candidate."
+        return "keep", KEPT
     if ratio <= math.log(MISS) + step:
         return "discard", "The runs speak against a gain that is worth finding."
     if count >= MOST_RUNS:
@@ -404,27 +439,23 @@ def _decide(ratio: float, step: float, level: float, count: int) -> tuple[Verdic
 
 
 def _examine_keep(
-    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, noise: _Noise
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, earlier: PooledVariance
 ) -> tuple[Verdict, str]:
     """Return keep, if it does not hang on one run and the base does not drift."""
     if goal.design == "independent" and _is_drifting(base):
         return "refused", "The runs of the base drift with time; judge it by an interleaved design."
-    if len(candidate) >= LEAST_KEEP_RUNS and _is_carried_by_many(base, candidate, goal, noise):
-        return "keep", "The gain is beyond what chance does at the level of this candidate."
+    if len(candidate) >= LEAST_KEEP_RUNS and _is_carried_by_many(base, candidate, goal, earlier):
+        return "keep", KEPT
     if len(candidate) < MOST_RUNS:
         return "undecided", "A single run carries the gain so far."
     return "refused", "A single run carries the gain: the noise is not near normal."
 
 
 def _is_carried_by_many(
-    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, noise: _Noise
+    base: Sequence[_Scored], candidate: Sequence[_Scored], goal: Goal, earlier: PooledVariance
 ) -> bool:
     """True if the gain stays LEAST_SCORE standard errors without the run of the candidate that
-    speaks most for it, and without that of the base.
-
-    With one run in ten off by 5 standard deviations it halves the false keeps; of true gains in
-    normal noise it costs 1 in 200 (benchmarks.referee).
-    """
+    speaks most for it, and without that of the base: one that is far off would carry it alone."""
     if goal.design == "paired":
         against = {run.seed: run.score for run in base}
         best = max(candidate, key=lambda run: run.score - against.get(run.seed, math.inf))
@@ -433,6 +464,7 @@ def _is_carried_by_many(
         best = max(candidate, key=lambda run: run.score)
         worst = min(base, key=lambda run: run.score)
         left = [run for run in base if run is not worst]
+    noise = _estimate_noise(base, candidate, goal, earlier, LEAST_UNEQUAL)
     rest = [run for run in candidate if run is not best]
     return _take_look(_estimate_gain(left, rest, goal), noise).score >= LEAST_SCORE
 
@@ -494,6 +526,7 @@ def _estimate_noise(
     candidate: Sequence[_Scored],
     goal: Goal,
     earlier: PooledVariance,
+    unequal: float,
 ) -> _Noise:
     """Return the noise that all groups share; of a group that is noisier than the others beyond
     chance (F test), its own."""
@@ -501,20 +534,21 @@ def _estimate_noise(
     of_base = _measure_base(base, goal)
     floor = _find_floor([run.score for run in (*base, *candidate)], goal)
     pooled = _raise_to(earlier + of_candidate + of_base, floor)
-    for_candidate = _choose_noise(of_candidate, earlier + of_base, pooled)
+    for_candidate = _choose_noise(of_candidate, earlier + of_base, pooled, unequal)
     if goal.design == "paired":  # what pairs vary by is of both
         return _Noise(pooled, for_candidate, for_candidate)
-    return _Noise(pooled, for_candidate, _choose_noise(of_base, earlier + of_candidate, pooled))
+    for_base = _choose_noise(of_base, earlier + of_candidate, pooled, unequal)
+    return _Noise(pooled, for_candidate, for_base)
 
 
 def _choose_noise(
-    own: PooledVariance, others: PooledVariance, pooled: PooledVariance
+    own: PooledVariance, others: PooledVariance, pooled: PooledVariance, unequal: float
 ) -> PooledVariance:
     from scipy.special import fdtrc
 
     if own.variance <= pooled.variance or not own.freedom or not others.variance:
         return pooled
-    is_noisier = fdtrc(own.freedom, others.freedom, own.variance / others.variance) < UNEQUAL
+    is_noisier = fdtrc(own.freedom, others.freedom, own.variance / others.variance) < unequal
     return own if is_noisier else pooled
 
 
