@@ -17,6 +17,7 @@ from pathlib import Path
 from headroom.base.event_log import LOG, read_begins, read_end
 from headroom.base.units import format_number, make_printable
 from headroom.comparison.grid import Cell
+from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.sequential_tests import (
     MOST_RUNS,
     Difference,
@@ -30,7 +31,6 @@ from headroom.comparison.sequential_tests import (
 )
 from headroom.comparison.session import (
     OF_ONE,
-    PEAKS,
     WORKTREES,
     Candidate,
     JudgedRun,

@@ -27,10 +27,11 @@ from headroom.comparison.judging import (
     leave_candidate,
     open_candidate,
 )
+from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.search_space import find_goal
 from headroom.comparison.sequential_tests import Difference, RunsNeeded
-from headroom.comparison.session import PEAKS, VERSION, Session, make_session, read_session
 from headroom.comparison.session import STATE as SESSION
+from headroom.comparison.session import VERSION, Session, make_session, read_session
 from headroom.comparison.sides import Side, find_unfair, remove_worktree
 from headroom.comparison.trainings import (
     STATE,
@@ -201,13 +202,7 @@ class _Teller:
 
 def _show_in_mlflow(store: ExperimentRuns, session: Session, status: str) -> None:
     """Keep what is known of the session in the run that holds the others."""
-    kept = [one for one in session.candidates if one.verdict == "keep"]
-    figures = {
-        "judged/candidates": float(len(session.candidates)),
-        "judged/kept": float(len(kept)),
-        "judged/runs": float(len(session.runs)),
-    }
-    store.set_tags(session.run_id, {"base": session.base.label}, metrics=figures)
+    store.set_tags(session.run_id, {"base": session.base.label})
     store.end(session.run_id, status=status, text=make_markdown(session))
 
 

@@ -40,7 +40,7 @@ LEAST_SCORE = 3.0  # standard errors, without the run that speaks most for a kee
 UNEQUAL = 0.01  # of the F test, below which a group has a noise of its own
 LEAST_UNEQUAL = 0.2  # the same, for a keep: a few noisy runs may lie together by luck
 DRIFT = 0.001  # of the test for a trend of the base's runs, below which they drift
-MIXTURE = 1.0  # variance of the gains that an interval is tightest for, in variances of a run
+MIXTURE = 4.0  # variance of the gains that an interval is tightest for, in variances of a run
 KEPT = "The gain is beyond what chance does at the level of this candidate."
 MANY = 1000.0  # degrees of freedom from which on t is normal
 

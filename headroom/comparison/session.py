@@ -5,7 +5,6 @@ they took. It is written after each run, whole, so that a kill at any moment los
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +15,7 @@ from headroom.base.file_lock import FileLock
 from headroom.base.names import find_metric
 from headroom.base.units import make_printable
 from headroom.comparison.judging_session import ErrorBudget, JudgingSession
+from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.sequential_tests import Difference, Goal, Measurement
 from headroom.comparison.sides import Side
 from headroom.settings.read_settings import ConfigError
@@ -25,11 +25,6 @@ VERSION = 1  # of what is written for programs, and of the file
 BASE = 0  # number of the base that a session began with
 OF_ONE = ErrorBudget(alpha=0.1, half_spent_after=1)  # its first level is 5 %: one question alone
 SEEDS = 2**31
-PEAKS = (
-    "memory/run_peak_allocated_mib",
-    "memory/run_peak_reserved_mib",
-    "memory/host_rss_peak_mib",
-)
 
 
 @dataclass(frozen=True)
@@ -219,8 +214,3 @@ def take_lock(folder: Path) -> FileLock:
         lock.close()
         raise ConfigError(f"session: {folder.name} is judging already; two would share its budget")
     return lock
-
-
-def is_finite(value: float | None) -> bool:
-    """True if the number is there and can be judged."""
-    return value is not None and math.isfinite(value)

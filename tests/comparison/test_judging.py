@@ -101,7 +101,7 @@ def test_one_that_is_plainly_worse_ends_after_one_run(session: Session) -> None:
 
 
 def test_seeds_are_the_sessions_and_no_two_runs_share_one(session: Session) -> None:
-    judge(session, NULL, draw(0.0), most_runs=6)
+    judge(session, NULL, draw(0.015), most_runs=6)
     seeds = [run.seed for run in session.runs]
     assert len(set(seeds)) == len(seeds) == 6
     assert seeds == [draw_seed(7, number) for number in range(1, 7)]
@@ -128,7 +128,7 @@ def test_a_kill_at_any_moment_loses_no_run(session: Session) -> None:
 
 
 def test_an_undecided_one_goes_on_or_makes_room(session: Session) -> None:
-    judge(session, NULL, draw(0.0), most_runs=5)
+    judge(session, NULL, draw(0.015), most_runs=5)
     assert session.open is not None and session.candidates[0].verdict == "undecided"
     judge(session, BETTER, draw(0.1))
     assert [one.verdict for one in session.candidates] == ["discard", "keep"]
@@ -197,7 +197,7 @@ def test_no_speed_is_judged_on_a_machine_that_is_not_free(tmp_path: Path) -> Non
 
 
 def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
-    source = judge(session, NULL, draw(0.0), most_runs=5)
+    source = judge(session, NULL, draw(0.015), most_runs=5)
     answer = describe_judgement(session, 1, 0, source.forecast(), bases_before=0)
     told = json.loads(json.dumps(answer, allow_nan=False))
     assert told["version"] == 1 and told["verdict"] == "undecided"
