@@ -98,6 +98,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.forecast
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.distributed
+	$(BIN)/python -m benchmarks.referee --nights 200
 	$(BIN)/python -m benchmarks.verdict --healthy 40
 
 # What the benchmarks compare with; nothing else needs it.

@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("flows.train", (), "train a model on the best device here"),
     "predict": ("flows.predict", (), "predict the rows of a file with a trained model"),
     "compare": ("flows.compare", (), "train or read several runs, and say what differs"),
+    "judge": ("flows.judge", (), "say whether a change is better: keep or discard"),
+    "session": ("flows.session", (), "judge many changes with one error budget"),
     "forecast": ("flows.forecast", (), "tell what a step of your own loop takes on a GPU"),
     "runs": ("flows.runs", (), "show what trains, and what has ended"),
     "verdict": ("flows.verdict", (), "say what held a run back, and what to do next"),

@@ -43,6 +43,7 @@ SLOW = (
     "launch/test_processes",
     "test_chaos",
     "flows/test_compare",
+    "flows/test_judge",
     "flows/test_runs",
     "flows/test_retry",
     "flows/test_many_processes",

@@ -6,6 +6,7 @@ function that measures it. It imports nothing of the project, so that settings m
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -964,6 +965,14 @@ def _is_of(family: str, name: str) -> bool:
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 _TAGS_BY_NAME = {tag.name: tag for tag in TAGS}
+PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that a run is part of
+PARENT_TAG = "mlflow.parentRunId"
+
+
+def make_parent_tags() -> dict[str, str]:
+    """Return the tag of the run that holds this process's runs; empty where none does."""
+    parent = os.environ.get(PARENT)
+    return {PARENT_TAG: parent} if parent else {}
 
 
 def find_metric(name: str) -> Metric | None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headroom.base.secret_names import is_secret
@@ -34,6 +35,8 @@ class Cell:
     config: RunConfig
     repeat: int = 1
     refused: str = ""  # why it can't be trained, where a search has drawn it
+    folder: Path | None = None  # where it trains; by default in the working one
+    command: str = ""  # that trains with an account, instead of a training of these settings
 
     @property
     def device(self) -> str:
@@ -116,14 +119,15 @@ def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]
     return axes
 
 
-def split_values(text: str) -> list[str]:
-    """Return the values between commas that stand in no brackets and no quotes."""
+def split_values(text: str, at: str = ",") -> list[str]:
+    """Return the values between commas, or another mark, that stand in no brackets and no
+    quotes."""
     values, depth, quote = [""], 0, ""
     for letter in text:
         if quote or letter in _QUOTES:
             quote = "" if letter == quote else quote or letter
         depth += (letter in _OPENING) - (letter in _CLOSING) if not quote else 0
-        if letter == "," and depth <= 0 and not quote:
+        if letter == at and depth <= 0 and not quote:
             values.append("")
         else:
             values[-1] += letter

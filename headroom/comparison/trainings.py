@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from headroom.base.event_log import TRAINING_LOCK, read_end, read_json
+from headroom.base.event_log import LOG, TRAINING_LOCK, read_begins, read_end, read_json
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.import_paths import find_module_spec
+from headroom.base.names import PARENT, PARENT_TAG
 from headroom.base.units import make_printable
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import shorten_names
 from headroom.prefect.prefect_http import FLOW_RUN
-from headroom.prefect.this_flow_run import PARENT
 from headroom.process.redaction import redact
 from headroom.run.known_runs import list_run_folders, read_start
 from headroom.run.resume import is_key_held, make_timestamp
@@ -238,7 +239,7 @@ class _LiveTraining:
             self.process.kill()
         elif now > self.look_at and self.kill_at == float("inf"):
             self.look_at = now + LOOK_S
-            self.folder = self.folder or _find_folder(comparison, self.cell, runs)
+            self.folder = self.folder or find_run_folder(comparison, self.cell, runs)
             if self.folder is not None and source.is_pruned(self.cell, self.folder):
                 self.process.terminate()
                 self.kill_at = now + END_S
@@ -258,7 +259,7 @@ def run_trainings(
     """
 
     def end_training(cell: Cell, ended: TrainingEnd) -> None:
-        tell(cell, source.take_end(cell, ended, _find_folder(comparison, cell, runs)))
+        tell(cell, source.take_end(cell, ended, find_run_folder(comparison, cell, runs)))
 
     live: dict[str, _LiveTraining] = {}
     try:
@@ -268,7 +269,7 @@ def run_trainings(
                     if cell.refused:
                         end_training(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused))
                     elif (ended := _find_missed_end(comparison, cell, runs)) is not None:
-                        source.take_end(cell, ended, _find_folder(comparison, cell, runs))
+                        source.take_end(cell, ended, find_run_folder(comparison, cell, runs))
                     else:
                         tell(cell, None)
                         live[device] = _LiveTraining(cell, _start_training(comparison, cell))
@@ -294,7 +295,7 @@ def _find_missed_end(comparison: ComparisonFolder, cell: Cell, runs: Path) -> Tr
     """
     while is_key_held(runs, _make_key(comparison, cell)):  # it may be about to begin
         time.sleep(POLL_S)
-    folder = _find_folder(comparison, cell, runs)
+    folder = find_run_folder(comparison, cell, runs)
     if folder is None:
         return None
     while is_held(folder / TRAINING_LOCK):
@@ -313,9 +314,11 @@ def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Pope
     settings["run"]["key"] = _make_key(comparison, cell)
     file.write_text(dump_yaml(settings))
     environment = {k: v for k, v in os.environ.items() if k != FLOW_RUN}
+    words = [sys.executable, "-m", "headroom", "train", "--config", str(file)]
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.train", "--config", str(file)],
+            shlex.split(cell.command) or words,
+            cwd=cell.folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -333,7 +336,7 @@ def _read_end(comparison: ComparisonFolder, cell: Cell, code: int, runs: Path) -
 
     One that never had a run ends with its last line.
     """
-    folder = _find_folder(comparison, cell, runs)
+    folder = find_run_folder(comparison, cell, runs)
     start = read_start(folder) if folder is not None else None
     run: Mapping[str, Any] = read_end(folder) if folder is not None else {}
     status = run.get("status") or ("KILLED" if code < 0 else "FAILED")
@@ -344,13 +347,25 @@ def _read_end(comparison: ComparisonFolder, cell: Cell, code: int, runs: Path) -
     return replace(ended, error=make_printable(redact(error), limit=300))
 
 
-def _find_folder(comparison: ComparisonFolder, cell: Cell, runs: Path) -> Path | None:
-    """Return the folder of its newest run."""
+def find_run_folder(comparison: ComparisonFolder, cell: Cell, runs: Path) -> Path | None:
+    """Return the folder of its newest run. That of a command has no key: it is the newest that
+    says the comparison is its parent, and that nothing else is known to be."""
+    if cell.command:
+        others = {end.run_id for end in comparison.ended.values() if end.number != cell.number}
+        return next((f for f in list_run_folders(runs) if _is_of(f, comparison, others)), None)
     key = _make_key(comparison, cell)
     of_key = (
         f for f in list_run_folders(runs) if (s := read_start(f)) is not None and s.key == key
     )
     return next(of_key, None)
+
+
+def _is_of(folder: Path, comparison: ComparisonFolder, others: Collection[str]) -> bool:
+    start = read_start(folder)
+    if start is None or start.run_id in others:
+        return False
+    begins = read_begins(folder / LOG, 0)
+    return any(begin.get("tags", {}).get(PARENT_TAG) == comparison.run_id for begin, _ in begins)
 
 
 def _read_last_line(log: Path) -> str:

@@ -62,7 +62,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
             sys.executable,
         )
         try:
-            start("-u", "-m", "flows.train", *arguments)
+            start("-u", "-m", "headroom", "train", *arguments)
             return 0
         except SignalException as error:
             return 128 + error.sigval

@@ -22,6 +22,7 @@ from prefect.settings import (
 )
 from prefect.utilities import engine
 
+from headroom.base.names import make_parent_tags
 from headroom.prefect.local_prefect import is_temporary_api
 from headroom.prefect.prefect_http import TAG as PROCESS_TAG
 from headroom.prefect.run_task import IS_RECORDED
@@ -29,7 +30,6 @@ from headroom.process import signals
 from headroom.process.redaction import redact, remove_login
 
 log = logging.getLogger(__name__)
-PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
 
 
 def raise_signals() -> None:
@@ -66,8 +66,7 @@ def move_process_tag() -> None:
 
 def make_flow_run_tags() -> dict[str, str]:
     """Return the tags that lead from MLflow to this flow run; empty outside of one."""
-    parent = os.environ.get(PARENT)
-    part_of = {"mlflow.parentRunId": parent} if parent else {}
+    part_of = make_parent_tags()
     if not flow_run.id:
         return part_of
     tags = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}

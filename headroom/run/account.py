@@ -28,6 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from headroom.base.facts import DeviceFacts
+from headroom.base.names import make_parent_tags
 from headroom.base.secret_texts import hide_secrets
 from headroom.device.detection import DeviceError, detect_best_device
 from headroom.process import signals
@@ -588,9 +589,10 @@ def keep_random_state() -> Iterator[None]:
 
 
 def _find_flow_run_tags() -> dict[str, str]:
-    """Return the tags that lead to the flow run around this loop, where Prefect is in use here."""
+    """Return the tags that lead to the run that holds this one, and to the flow run around this
+    loop, where Prefect is in use here."""
     if "prefect" not in sys.modules:
-        return {}
+        return make_parent_tags()
     from headroom.prefect.this_flow_run import make_flow_run_tags
 
     return make_flow_run_tags()

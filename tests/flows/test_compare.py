@@ -47,7 +47,7 @@ def test_a_grid_is_trained_to_its_end_whatever_comes_between(compare: Start, pla
     )
     assert told[0].endswith(shlex.join(["python", "-m", "flows.compare", *words]))
     assert told[1] == "terminated", "all that it said"
-    left = [c for c in children if c.is_running() and "flows.train" in " ".join(c.cmdline())]
+    left = [c for c in children if c.is_running() and "headroom train" in " ".join(c.cmdline())]
     assert not left, "a training outlived its comparison"
     assert query(place, "select status from runs where name like 'compare-%'") == [("KILLED",)]
 

@@ -56,7 +56,7 @@ def test_a_search_comes_to_its_end_whatever_comes_between(compare: Start, place:
     so_far, goes_on, _ = process.stderr.read().splitlines()[-3:]
     assert so_far.startswith("So far #") and "has the best val/accuracy" in so_far
     assert goes_on.startswith("2 of 4 trainings have ended; the same command goes on")
-    left = [c for c in children if c.is_running() and "flows.train" in " ".join(c.cmdline())]
+    left = [c for c in children if c.is_running() and "headroom train" in " ".join(c.cmdline())]
     assert not left, "a training outlived its search"
     assert query(place, "select status from runs where name like 'search-%'") == [("KILLED",)]
 

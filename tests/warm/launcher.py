@@ -72,7 +72,8 @@ def kind_of(words):
     if words[1] == "headroom.prefect.local_prefect":
         return "prefect"
     known = ("flows.train", "flows.predict", "prefect.engine")
-    return "torch" if words[1] in known else None
+    is_training = words[1:3] == ["headroom", "train"]
+    return "torch" if words[1] in known or is_training else None
 
 
 def root_of():
