@@ -373,6 +373,13 @@ def leave_candidate(session: Session, candidate: Candidate) -> None:
     print(f"#{candidate.number} {candidate.side.label}: left undecided", file=sys.stderr)
 
 
+def express_gain(gain: float, goal: Goal) -> float:
+    """Return a gain of a log scale in per cent of the base's figure; others as they are."""
+    if goal.scale == "linear" or not math.isfinite(gain):
+        return gain
+    return 100 * (math.exp(gain) - 1 if goal.direction == "max" else 1 - math.exp(-gain))
+
+
 def format_gain(gain: Difference, goal: Goal) -> str:
     """Return a gain with its interval in words: a ratio in per cent, others in units of the
     figure. More than 0 is better."""
@@ -380,9 +387,11 @@ def format_gain(gain: Difference, goal: Goal) -> str:
     def show(value: float) -> str:
         if not math.isfinite(value):
             return "unknown"
+        expressed = express_gain(value, goal)
         if goal.scale == "linear":
-            return f"{'+' if value > 0 else ''}{format_number(value)}"
-        share = math.exp(value) - 1 if goal.direction == "max" else 1 - math.exp(-value)
-        return f"{100 * share:+.{1 if abs(share) < 0.1 else 0}f} %"
+            return f"{'+' if expressed > 0 else ''}{format_number(expressed)}"
+        return f"{expressed:+.{1 if abs(expressed) < 10 else 0}f} %"
 
+    if not math.isfinite(gain.low) and not math.isfinite(gain.high):
+        return f"{show(gain.gain)} (how sure is not known yet)"
     return f"{show(gain.gain)} ({show(gain.low)} to {show(gain.high)})"

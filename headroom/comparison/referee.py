@@ -32,6 +32,7 @@ from headroom.comparison.search_space import find_goal
 from headroom.comparison.sequential_tests import Difference, RunsNeeded
 from headroom.comparison.session import STATE as SESSION
 from headroom.comparison.session import VERSION, Session, make_session, read_session
+from headroom.comparison.session_page import PAGE, write_session_page
 from headroom.comparison.sides import Side, find_unfair, remove_worktree
 from headroom.comparison.trainings import (
     STATE,
@@ -42,6 +43,7 @@ from headroom.comparison.trainings import (
 )
 from headroom.run.findings import make_process_tags
 from headroom.settings.read_settings import ConfigError
+from headroom.tracking.mlflow_pages import ComparisonView
 from headroom.tracking.tracking_settings import TrackingSettings
 
 if TYPE_CHECKING:
@@ -203,7 +205,16 @@ class _Teller:
 def _show_in_mlflow(store: ExperimentRuns, session: Session, status: str) -> None:
     """Keep what is known of the session in the run that holds the others."""
     store.set_tags(session.run_id, {"base": session.base.label})
-    store.end(session.run_id, status=status, text=make_markdown(session))
+    varied = dict.fromkeys(name for one in session.candidates for name in one.side.settings)
+    goal = session.state.goal
+    view = ComparisonView(
+        *(session.run_id, session.name, [*varied], session.goal_name),
+        is_lower_better=goal.direction == "min",
+        is_grouped=True,
+    )
+    store.keep_view(view)
+    page = write_session_page(session, _compute_noise(session))
+    store.end(session.run_id, status=status, text=make_markdown(session), files=[page])
 
 
 def make_markdown(session: Session) -> str:
@@ -253,6 +264,7 @@ def describe_judgement(
         "cost": {"runs": len(tried) + max(of_base, 0), "seconds": round(seconds, 1)},
         "needed": _describe_needed(session, needed),
         "run_id": session.run_id,
+        "page": str(session.folder / PAGE),
     }
 
 
@@ -321,6 +333,7 @@ def make_text(session: Session, answer: Mapping[str, Any]) -> list[str]:
             f"  {needed['candidate']} more runs of it and {needed['base']} of the base would "
             f"decide, if it is what it seems: about {format_seconds(needed['seconds'])}"
         )
+    lines.append(f"Page     {answer['page']}")
     return lines
 
 
@@ -400,4 +413,6 @@ def make_session_text(session: Session) -> list[str]:
         lines.append(f"  #{one.number} {one.verdict:<9} {one.side.label}  {gain}")
     if session.is_closed:
         lines.append("  closed")
+    if (session.folder / PAGE).exists():
+        lines.append(f"Page     {session.folder / PAGE}")
     return lines

@@ -46,14 +46,16 @@ class Side:
     settings: Mapping[str, str] = field(default_factory=dict)
     commit: str = ""  # its whole hash
     command: str = ""
+    ref: str = ""  # the commit as it was written, git:REF
 
     def apply(self, change: Side) -> Side:
         """Return this side after a change that was kept: it is the base of the next one."""
-        text = " ".join(filter(None, [self.text, change.text]))
         if change.command:
             return change
-        settings = {**self.settings, **change.settings}
-        return Side(text, settings, change.commit or self.commit, self.command)
+        settings, ref = {**self.settings, **change.settings}, change.ref or self.ref
+        words = [ref, *(f"{name}={value}" for name, value in settings.items())]
+        text = self.command and self.text or " ".join(filter(None, words))
+        return Side(text, settings, change.commit or self.commit, self.command, ref)
 
     @property
     def label(self) -> str:
@@ -70,9 +72,10 @@ def parse_side(text: str, *, option: str, folder: Path) -> Side:
     if text.startswith(COMMAND):
         return _parse_command(text, option)
     words = [word for word in split_values(text, at=" ") if word]
-    commit = ""
+    commit = ref = ""
     if words and words[0].startswith(GIT):
-        commit = find_commit(words.pop(0).removeprefix(GIT), option=option, folder=folder)
+        ref = words.pop(0)
+        commit = find_commit(ref.removeprefix(GIT), option=option, folder=folder)
     settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -87,7 +90,7 @@ def parse_side(text: str, *, option: str, folder: Path) -> Side:
             raise ConfigError(f"{option}: {name} is a secret, which no page may show")
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         settings[name] = value[1:-1] if is_quoted else value
-    return Side(text, settings, commit)
+    return Side(text, settings, commit, ref=ref)
 
 
 def _parse_command(text: str, option: str) -> Side:

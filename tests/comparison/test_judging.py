@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from headroom.comparison.judging import CannotJudge, JudgingSource, open_candidate
@@ -25,6 +26,7 @@ from headroom.comparison.session import (
     read_session,
     take_lock,
 )
+from headroom.comparison.session_page import write_session_page
 from headroom.comparison.sides import Side
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
 from headroom.settings.read_settings import ConfigError, resolve_config
@@ -33,6 +35,7 @@ from headroom.tracking.tracking_settings import read_tracking_settings
 from tests.run_folders import write_end, write_start
 
 Figure = Callable[[int, int], float]  # of a run's value, by whose it is and its seed
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "answers.schema.json").read_text())
 TAGS = {"data.fingerprint": "1", "host": "here", "device.model": "cpu"}
 NULL, BETTER = Side("optim.lr=1", {"optim.lr": "1"}), Side("optim.lr=2", {"optim.lr": "2"})
 
@@ -200,15 +203,26 @@ def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
     source = judge(session, NULL, draw(0.015), most_runs=5)
     answer = describe_judgement(session, 1, 0, source.forecast(), bases_before=0)
     told = json.loads(json.dumps(answer, allow_nan=False))
-    assert told["version"] == 1 and told["verdict"] == "undecided"
+    jsonschema.validate(told, SCHEMA["$defs"]["judgement"])
+    assert told["verdict"] == "undecided"
     assert told["base"]["runs"] + told["tried"]["runs"] == told["cost"]["runs"] == 5
     assert told["memory"] == {"name": "memory/run_peak_allocated_mib", "base": 9.0, "tried": 9.0}
     assert make_text(session, answer)[0].startswith("undecided: optim.lr=1.")
     close_session(session, Path.cwd())
     of_all = json.loads(json.dumps(describe_session(session), allow_nan=False))
+    jsonschema.validate(of_all, SCHEMA["$defs"]["session"])
     assert of_all["is_closed"] and of_all["candidates"][0]["verdict"] == "discard"
     assert 0 < of_all["budget"]["spent"] < of_all["budget"]["alpha"] == 0.05
     assert any("one run is good to +-" in line for line in make_session_text(session))
+
+
+def test_the_page_shows_every_candidate_and_nothing_acts_as_markup(session: Session) -> None:
+    judge(session, BETTER, draw(0.1))
+    judge(session, Side("optim.lr=<script>", {"optim.lr": "3"}), draw(-0.5))
+    text = write_session_page(session, 0.006).read_text()
+    assert "One run is good to &plusmn;0.6 %" in text and "2 candidates, 1 kept" in text
+    assert text.index("optim.lr=2</td>") < text.index("optim.lr=&lt;script&gt;</td>")
+    assert "<script" not in text and text.count("<img") == 1 and "data:image/png" in text
 
 
 def test_two_judges_at_once_are_one_after_the_other(session: Session) -> None:

@@ -70,10 +70,11 @@ def test_another_loss_is_fair_where_it_is_not_the_goal() -> None:
 
 
 def test_what_is_kept_is_the_base_of_the_next() -> None:
-    base = Side("a=1", {"a": "1"}).apply(Side("git:x b=2", {"b": "2"}, commit="c0ffee"))
-    assert base.apply(Side("a=3", {"a": "3"})) == Side(
-        "a=1 git:x b=2 a=3", {"a": "3", "b": "2"}, commit="c0ffee"
-    )
+    commit = Side("git:x b=2", {"b": "2"}, commit="c0ffee", ref="git:x")
+    base = Side("a=1", {"a": "1"}).apply(commit).apply(Side("a=3", {"a": "3"}))
+    assert base == Side("git:x a=3 b=2", {"a": "3", "b": "2"}, commit="c0ffee", ref="git:x")
+    command = Side("cmd:x {seed}", command="x {seed}")
+    assert base.apply(command) == command and command.apply(Side("")) == command
 
 
 @pytest.fixture
