@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from headroom.base.program import Parser
+from headroom.base.program import Parser, print_answer
 from headroom.settings.read_settings import ConfigError
 
 
@@ -29,12 +29,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--loss", metavar="MODULE:NAME", help="a function of what the model returns")
     add("--autocast", choices=("bf16", "fp16"), help="the type that torch.autocast is given")
     add("--for", dest="gpus", default="t4,l4,a100-40,a100-80,h100", help="or sizes such as 24GiB")
+    add("--json", action="store_true", help="one line of JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code."""
     options = parse(arguments)
+    from headroom.training.gpu_fit import describe_fits, describe_memory
     from headroom.training.loop_forecast import forecast_own_step
 
     try:
@@ -50,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(forecast)
+    if options.json:
+        print_answer({**describe_fits(forecast.gpus), "memory": describe_memory(forecast.memory)})
+    else:
+        print(forecast)
     return 0 if any(gpu.fits for gpu in forecast.gpus.values()) else 2
 
 

@@ -24,14 +24,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from headroom.base.program import Parser
+from headroom.base.program import Parser, print_answer
 from headroom.base.units import (
     ELLIPSIS,
     format_clock,
@@ -71,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        answer = {"runs": list_known_runs(runs, last=options.last)}
-        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+        print_answer({"runs": list_known_runs(runs, last=options.last)})
         return 0
     console = Console(highlight=False)
     if options.watch:
@@ -129,7 +127,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="Draw it anew every 2 s, until Ctrl-C.")
-    how.add_argument("--json", action="store_true", help="One JSON document.")
+    how.add_argument("--json", action="store_true", help="One line of JSON.")
     words = "Compare later runs of its kind with this one: it is as it should be. Its name or id."
     how.add_argument("--accept", metavar="RUN", help=words)
     words = "How many of those that ended. Default: 20."

@@ -21,10 +21,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from headroom.base.event_log import read_end
-from headroom.base.program import Parser
+from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable
 from headroom.report.verdict import BOUND, SHARE, WHY, judge_run
 from headroom.run.known_runs import (
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     words = "Its id in MLflow or 6 letters of that, its name, key or folder."
     default = "Default: the one that was begun or gone on with last."
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"{words} {default}")
-    parser.add_argument("--json", action="store_true", help="One JSON document.")
+    parser.add_argument("--json", action="store_true", help="One line of JSON.")
     options = parser.parse_args(list(argv))
     try:
         answer = _find_verdict(options.run, read_tracking_settings())
@@ -59,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+        print_answer(answer)
     else:
         print(f"{answer['name']}: {answer['why'] or UNTOLD}")
     return 0

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from rich.table import Table
 
@@ -27,7 +28,12 @@ from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training.admission import read_free_bytes
 from headroom.training.check_training import check_plan
 from headroom.training.forecast import Forecast, find_largest_rows
-from headroom.training.gpu_fit import GpuFit, make_absent_gpu, make_memory_table
+from headroom.training.gpu_fit import (
+    GpuFit,
+    describe_memory,
+    make_absent_gpu,
+    make_memory_table,
+)
 from headroom.training.plan import make_plan
 from headroom.training.plan_forecast import find_largest_micro_batch, forecast_training
 from headroom.watch.allocation_log import MIB
@@ -80,6 +86,18 @@ class MemoryForecast:
     @property
     def fits(self) -> bool:
         return self.memory.needed_bytes <= self.room_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """Return the forecast for a program; what nobody tells is null."""
+        is_known = math.isfinite(self.room_bytes)
+        return {
+            "fits": self.fits,
+            "device": self.device.name,
+            "room_mib": self.room_bytes / MIB if is_known else None,
+            "largest_micro_batch": self.largest,
+            "alike_mib": self.past_mib,
+            "memory": describe_memory(self.memory),
+        }
 
     def make_table(self) -> Table:
         """Return the forecast as a table for the terminal."""

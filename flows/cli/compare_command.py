@@ -111,7 +111,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
         if word in ("--resume", "--forecast", "--explain-device"):
             problems.append(f"{word}: is of `python -m flows.train`")
-        elif reads and word not in ("--debug", "--run.experiment"):
+        elif reads and word not in ("--debug", "--json", "--run.experiment"):
             problems.append(f"{word}: trains nothing beside {reads[0]}")
     if problems:
         raise ConfigError(*problems)
@@ -150,6 +150,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
         filter=options.filter or "",
         dry_run=base.dry_run,
         debug=base.debug,
+        json=base.json,
         search=search,
         is_anew=options.anew,
     )

@@ -32,6 +32,7 @@ _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
     "--forecast": "Print the memory that the training will take, and if it fits; train nothing.",
     "--explain-device": "Print every check of this machine's devices, with its remedy.",
+    "--json": "Print one line of JSON instead of the report or the forecast.",
     "--debug": "Show tracebacks and Prefect's own log.",
 }
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
@@ -138,6 +139,7 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         forecast=options.forecast,
         elsewhere=elsewhere,
         explain_device=options.explain_device,
+        json=options.json,
         debug=options.debug,
     )
 

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from flows.cli import flags
-from headroom.base.program import Parser
+from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable, parse_seconds
 from headroom.comparison.sides import Side, parse_side
 from headroom.process.redaction import redact_output
@@ -88,7 +86,7 @@ def main_session(argv: Sequence[str]) -> int:
         parser.add_argument("--candidate", metavar="SIDE", help="What is judged.")
         _add_limits(parser)
     else:
-        parser.add_argument("--json", action="store_true", help="One JSON document.")
+        parser.add_argument("--json", action="store_true", help="One line of JSON.")
     if what not in acts:
         parser.parse_args(["--help"] if {"-h", "--help"} & set(words) else [])
         print("session: say new, judge, status or close; see --help", file=sys.stderr)
@@ -142,7 +140,7 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--runs", metavar="N", type=_parse_count, help="Trainings that this call may take.")
-    add("--json", action="store_true", help="One JSON document.")
+    add("--json", action="store_true", help="One line of JSON.")
 
 
 def _parse_count(text: str) -> int:
@@ -279,7 +277,7 @@ def _pass_refusals(judge: Callable[[], int]) -> int:
 
 def _print(answer: Any, options: argparse.Namespace, lines: Sequence[str]) -> None:
     if options.json:
-        print(orjson.dumps(answer).decode())
+        print_answer(answer)
     else:
         print("\n".join(lines))
 

@@ -12,13 +12,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
 import psutil
 
 from flows.cli.flags import make_resume_words, parse_training
+from headroom.base.program import print_answer
 from headroom.base.units import make_printable
 from headroom.launch import launcher
 from headroom.prefect import local_prefect, prefect_http
@@ -134,19 +135,25 @@ def _print_forecast(request: Namespace) -> int:
     from rich.console import Console
 
     from headroom.run.preflight import BAD_INPUT
-    from headroom.training.gpu_fit import make_gpu_table, parse_gpu_sizes
+    from headroom.training.gpu_fit import describe_fits, make_gpu_table, parse_gpu_sizes
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
         if request.elsewhere is not None:
             gpus = forecast_on_gpus(request.config, parse_gpu_sizes(request.elsewhere))
+            if request.json:
+                print_answer(describe_fits(gpus))
+                return 0 if any(gpu.fits for gpu in gpus.values()) else 2
             Console().print(make_gpu_table(gpus, request.config.train.batch_size))
             return 0 if any(gpu.fits for gpu in gpus.values()) else 2
         foreseen = forecast_memory(request.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
         return 2
-    Console().print(foreseen.make_table())
+    if request.json:
+        print_answer(foreseen.describe())
+    else:
+        Console().print(foreseen.make_table())
     return 0 if foreseen.fits else 2
 
 
@@ -255,11 +262,26 @@ def _log_to_stderr() -> logging.Handler:
 
 
 def _run_flow(request: Namespace) -> int:
-    code = _train_in_flow(request)
+    with _answer_at_the_end() if request.json else nullcontext():
+        code = _train_in_flow(request)
     # The exit code is that of the record: whoever sees that of a signal trains once more.
     signals.forget_signal()
     signals.disable_signal_exceptions(code)
     return code
+
+
+@contextmanager
+def _answer_at_the_end() -> Iterator[None]:
+    """Let stdout have the answer for a program alone, however the training ends."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        from headroom.report.answers import describe_run
+        from headroom.run.record import find_last_ended
+
+        if (ended := find_last_ended()) is not None:
+            print_answer(describe_run(ended.run))
 
 
 def _train_in_flow(request: Namespace) -> int:

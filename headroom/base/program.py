@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from typing import Any
 
+VERSION = 1  # of answers for programs
 is_headroom = False  # the command was called, which a person may be told to call again
 _COMMAND = re.compile(r"python -m (?:flows\.(\w+)|headroom\.services\.serve(?: (ui|up|down))?)")
 _SERVE = {"ui": "ui", "down": "serve-down"}
@@ -16,6 +18,14 @@ def use_name(text: str) -> str:
     if not is_headroom:
         return text
     return _COMMAND.sub(lambda m: f"headroom {m[1] or _SERVE.get(m[2], 'serve')}", text)
+
+
+def print_answer(answer: Mapping[str, Any]) -> None:
+    """Print what a program has asked for by --json: one object in a line, whose version is that of
+    docs/answers.schema.json. A number that is none is null."""
+    import orjson
+
+    print(orjson.dumps({"version": VERSION, **answer}).decode(), flush=True)
 
 
 class Parser(argparse.ArgumentParser):

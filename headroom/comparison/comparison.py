@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headroom.base.names import Place, list_shown
+from headroom.base.program import print_answer
 from headroom.base.units import format_number
 from headroom.comparison import page, search_space, trainings
 from headroom.comparison.differences import find_work_classes, needs_recent_speeds
@@ -142,22 +143,36 @@ class Comparison:
             for run_id in shown
         }
         self.files = page.write_page(report, self.folder, series=series)
-        console = Console(highlight=False)
-        for line in report.doubts:
-            console.print(f"! {line}", markup=False)
-        console.print(page.make_terminal_table(report, width=console.width))
-        for line in (*report.words, *report.notes):
-            console.print(f"- {line}", markup=False)
-        console.print(f"Page     {self.files[0]}", markup=False, soft_wrap=True)
+        self._print(report)
         self.text = page.make_markdown(report)
         if self.state is None:
             return
         if self.trials is not None and self.trials.best is not None:
             settings, again = self.trials.make_best_command()
             self.store.set_tags(self.state.run_id, {"best.command": again}, params=settings)
-            console.print(f"Again    {again}", markup=False, soft_wrap=True)
+            self.say(f"Again    {again}")
             self.text += f"\n\n```\n{again}\n```"
         self._show_in_mlflow(report.groups, self.state.run_id)
+
+    def say(self, line: str) -> None:
+        """Print a line for a person."""
+        if not self.request.json:
+            print(line, flush=True)
+
+    def _print(self, report: ComparisonReport) -> None:
+        """Print the report, or all of it as one object for a program."""
+        if self.request.json:
+            parent = self.state.run_id if self.state is not None else None
+            return print_answer(
+                {**page.describe_report(report), "page": str(self.files[0]), "run_id": parent}
+            )
+        console = Console(highlight=False)
+        for line in report.doubts:
+            console.print(f"! {line}", markup=False)
+        console.print(page.make_terminal_table(report, width=console.width))
+        for line in (*report.words, *report.notes):
+            console.print(f"- {line}", markup=False)
+        return console.print(f"Page     {self.files[0]}", markup=False, soft_wrap=True)
 
     def _show_in_mlflow(self, groups: Sequence[Group], run_id: str) -> None:
         """Save the view that shows the trainings, and give their parent the figures of the best."""
@@ -237,7 +252,7 @@ def open_comparison(request: ComparisonRequest) -> Iterator[Comparison]:
     ids = {"experiment_id": store.experiment_id, "run_id": run_id}
     path = make_comparison_path(**ids)
     link = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
-    print(f"Open     {link}", flush=True)
+    comparison.say(f"Open     {link}")
     show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
 
 

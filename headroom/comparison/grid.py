@@ -70,6 +70,7 @@ class ComparisonRequest:
     filter: str
     dry_run: bool
     debug: bool
+    json: bool = False  # for a program
     search: Search | None = None
     is_anew: bool = False  # though the same words would go on with a comparison
 

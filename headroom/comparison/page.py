@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -392,6 +392,28 @@ def _describe_best(comparison: ComparisonReport) -> str:
     if best is None or goal is None or value is None or len(comparison.groups) == 1:
         return ""
     return f"Best median {goal.name} {format_number(value)}: {best.label}"
+
+
+def describe_report(report: ComparisonReport) -> dict[str, Any]:
+    """Return the comparison for a program: groups with the medians of what they are judged by."""
+    score, peak = find_score(report.groups), find_peak_metric(report.groups)
+    names = [name for name in dict.fromkeys((score, SPEED, peak)) if name]
+    return {
+        "title": report.title,
+        "doubts": [*report.doubts],
+        "words": report.words,
+        "notes": report.notes,
+        "groups": [
+            {
+                "settings": group.settings,
+                "status": group.state,
+                "run_ids": [run.run_id for run in group.runs if run.run_id],
+                "medians": {name: group.compute_median(name) for name in names},
+                "deviations": {name: group.compute_spread(name) for name in names},
+            }
+            for group in report.groups
+        ],
+    }
 
 
 def write_page(

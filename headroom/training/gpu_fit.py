@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 from rich.table import Table
 
@@ -87,6 +88,12 @@ def make_absent_gpu(size_mib: float) -> DeviceFacts:
     )
 
 
+def describe_fits(gpus: Mapping[str, GpuFit]) -> dict[str, Any]:
+    """Return the answer for a program: if it fits any of them, and each by its name."""
+    by_name = {name: {"fits": gpu.fits, **asdict(gpu)} for name, gpu in gpus.items()}
+    return {"fits": any(gpu.fits for gpu in gpus.values()), "gpus": by_name}
+
+
 def make_gpu_table(gpus: Mapping[str, GpuFit], rows: int) -> Table:
     """Return a table with a line for each GPU."""
     table = Table("", title=f"a batch of {rows:,} rows", title_justify="left")
@@ -107,6 +114,19 @@ def make_gpu_table(gpus: Mapping[str, GpuFit], rows: int) -> Table:
             "yes" if gpu.fits else "NO",
         )
     return table
+
+
+def describe_memory(forecast: Forecast) -> dict[str, Any]:
+    """Return what is forecast for a program, in MiB: the peak and its phase, and what it is of."""
+    return {
+        "peak_mib": forecast.peak_bytes / MIB,
+        "needed_mib": forecast.needed_bytes / MIB,
+        "phase": forecast.phase,
+        "owners_mib": {owner: size / MIB for owner, size in forecast.owners.items()},
+        "phases_mib": {phase: size / MIB for phase, size in forecast.phases.items()},
+        "micro_batch": forecast.micro_batch,
+        "note": forecast.note,
+    }
 
 
 def make_memory_table(forecast: Forecast, title: str) -> Table:
