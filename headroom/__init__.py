@@ -9,7 +9,7 @@ where its time and memory went, and that the device was given back.
                 ...
 
 A door is imported when it is asked for: `import headroom` costs nothing. `account`, `forecast` and
-`fits` import neither Prefect nor MLflow; `train`, `predict` and `compare` are the flows of the
+`fits` import neither Prefect nor MLflow; `train`, `predict`, `compare` and `judge` are the
 commands of these names. headroom.lightning, .transformers, .accelerate and .ultralytics account for
 the loops of these frameworks.
 """
@@ -29,9 +29,9 @@ _DOORS = {
     "forecast": ("headroom.training.loop_forecast", "forecast_model"),
     "fits": ("headroom.training.loop_forecast", "fits"),
 }
-_FLOWS = ("train", "predict", "compare")
+_FLOWS = ("train", "predict", "compare", "judge")
 
-__all__ = ["account", "compare", "fits", "forecast", "predict", "train"]
+__all__ = ["account", "compare", "fits", "forecast", "judge", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:

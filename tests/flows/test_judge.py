@@ -2,6 +2,7 @@
 has a package `flows` of its own; one that is ended in its middle goes on."""
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import query
+from headroom import judge
+from headroom.settings.read_settings import ConfigError
+from tests.conftest import desk_environment, query
 
 MODEL = """
 from torch import nn
@@ -142,3 +145,22 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(project: Path, run
         assert code == 2 and answer is None and why in told, (words, told)
         assert "Traceback" not in told and len(told.strip().splitlines()) == 1, told
     assert not list(project.glob(".headroom/runs/*"))
+
+
+def test_from_python_it_is_the_same_answer(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = desk_environment()
+    for name in {*os.environ} - {*desk}:
+        monkeypatch.delenv(name)
+    for name, value in desk.items():
+        monkeypatch.setenv(name, value)
+    settings = {"model.name": "own:Net", "train.epochs": 1, "device.name": "cpu"}
+    answer = judge("optim.lr=1e-6", goal="val/loss", settings=settings, runs=1)
+    assert answer["verdict"] == "undecided" and answer["base"]["runs"] == 1
+    again = run(
+        "judge", "--candidate", "optim.lr=1e-6", "--goal", "val/loss", *WORDS, "--runs", "1"
+    )
+    assert again[1]["base"]["runs"] == 2 and again[1]["session"] == answer["session"]
+    with pytest.raises(ConfigError, match="data.split_seed can't differ"):
+        judge("data.split_seed=1", settings=settings)
