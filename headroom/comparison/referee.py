@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +89,13 @@ def begin_session(
         found = find_goal("", check.tasks, [*cell.config.train.metrics]) if not goal else None
         goal = goal or (found.name if found is not None else "")
         inputs = dict(describe_inputs([cell], check.data))
+        if base.commit:  # which says itself what its code is, whatever the working folder holds
+            del inputs["code"]
     if is_of_one:
-        told = json.dumps([inputs, base.commit, goal, rules.time, dict(rules.not_worse)])
+        machine = [platform.node(), version("torch")]
+        told = json.dumps(
+            [inputs, base.commit, goal, rules.time, dict(rules.not_worse), rules.words, machine]
+        )
         name = f"judge-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     folder = place / name
     if (folder / SESSION).is_file():
@@ -112,8 +119,9 @@ def begin_session(
 
 
 def check_inputs(session: Session, resolve: Resolve) -> None:
-    """Raise ConfigError where settings, code or data of the base are not what its runs had."""
-    if session.base.command or not session.runs:
+    """Raise ConfigError where code or data of the base are not what its runs had. A commit says
+    itself what its code is, and its runs what their data are."""
+    if session.base.command or session.base.commit or not session.runs:
         return
     cell = Cell(1, {"base": session.base.label}, resolve(session.base.settings))
     check = GridCheck([cell])

@@ -79,13 +79,14 @@ def _draw(session: Session) -> str:
     runs = [run for run in session.runs if session.goal_name in run.figures]
     if not runs:
         return ""
-    axes = make_panels(2)
+    axes = make_panels(2 if measured else 1)
     figure = cast("Figure", axes[0].figure)
     height = max(3.2, 0.24 * len(measured) + 1.4)
     figure.set_size_inches(11, height)
     figure.subplots_adjust(left=0.24, right=0.98, top=1 - 0.4 / height, bottom=0.6 / height)
-    _draw_gains(axes[0], session, measured)
-    _draw_runs(axes[1], session, runs)
+    if measured:
+        _draw_gains(axes[0], session, measured)
+    _draw_runs(axes[-1], session, runs)
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     picture = embed_image("Gains of the candidates, and every run in order", png.getvalue())

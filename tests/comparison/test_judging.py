@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +218,9 @@ def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
 
 
 def test_the_page_shows_every_candidate_and_nothing_acts_as_markup(session: Session) -> None:
+    judge(session, BETTER, draw(0.1), most_runs=1)
+    with warnings.catch_warnings(action="error"):
+        assert "how much a run varies" in write_session_page(session, None).read_text().lower()
     judge(session, BETTER, draw(0.1))
     judge(session, Side("optim.lr=<script>", {"optim.lr": "3"}), draw(-0.5))
     text = write_session_page(session, 0.006).read_text()
