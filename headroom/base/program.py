@@ -20,6 +20,12 @@ def use_name(text: str) -> str:
     return _COMMAND.sub(lambda m: f"headroom {m[1] or _SERVE.get(m[2], 'serve')}", text)
 
 
+def list_training_words() -> list[str]:
+    """Return what stands behind `python -m` for a training, as this program was called: beside a
+    package `flows` of somebody else's only the command `headroom` finds ours."""
+    return ["headroom", "train"] if is_headroom else ["flows.train"]
+
+
 def print_answer(answer: Mapping[str, Any]) -> None:
     """Print what a program has asked for by --json: one object in a line, whose version is that of
     docs/answers.schema.json. A number that is none is null."""

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
+from headroom.base.program import list_training_words
 from headroom.device.detection import DeviceError, detect_best_device
 from headroom.launch import launcher
 from headroom.launch.placement import count_threads
@@ -62,7 +63,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
             sys.executable,
         )
         try:
-            start("-u", "-m", "headroom", "train", *arguments)
+            start("-u", "-m", *list_training_words(), *arguments)
             return 0
         except SignalException as error:
             return 128 + error.sigval

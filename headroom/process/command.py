@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import psutil
 
+from headroom.base.program import list_training_words
 from headroom.base.secret_names import VARIABLE
 from headroom.process import signals
 
@@ -148,7 +149,7 @@ def plan_restart(words: Sequence[str], *, at: float, of: Path, message: str) -> 
         # Options of Python's own, such as -X, come before -m.
         arguments = sys.orig_argv[1:]
         options = arguments[: arguments.index("-m")] if "-m" in arguments else []
-        line = [sys.executable, *options, "-m", "headroom", "train", *words]
+        line = [sys.executable, *options, "-m", *list_training_words(), *words]
         again = {**_command.environment, _AT: repr(at), _OF: str(of)}
         secrets = {n: v for n, v in os.environ.items() if n.startswith(VARIABLE)}
         _command.next = message, line, {**again, **secrets}  # its settings are kept without them

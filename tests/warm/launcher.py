@@ -21,7 +21,7 @@ PYTHON, FOLDER, SERVER, SESSION = "@PYTHON@", "@FOLDER@", "@SERVER@", "@SESSION@
 def main(words):
     kind = kind_of(words)
     cold = os.environ.get("TESTS_COLD")  # 1, or the module that imports everything itself
-    is_asked = cold not in ("1", *words[1:2]) and all(is_open(fd) for fd in range(3))
+    is_asked = cold not in ("1", module_of(words)) and all(is_open(fd) for fd in range(3))
     if kind is None or not is_asked or sys.platform != "linux":  # elsewhere PyTorch must not fork
         os.execv(PYTHON, [PYTHON, *words])
     line = asked(kind, "" if kind == "models" else root_of())
@@ -72,8 +72,12 @@ def kind_of(words):
     if words[1] == "headroom.prefect.local_prefect":
         return "prefect"
     known = ("flows.train", "flows.predict", "prefect.engine")
-    is_training = words[1:3] == ["headroom", "train"]
-    return "torch" if words[1] in known or is_training else None
+    return "torch" if module_of(words) in known else None
+
+
+def module_of(words):
+    """The module that is run; that of a training, whatever it is called by."""
+    return "flows.train" if words[1:3] == ["headroom", "train"] else "".join(words[1:2])
 
 
 def root_of():
