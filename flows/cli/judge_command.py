@@ -255,7 +255,7 @@ def _judge(
 
     code = run_with_server(partial(_pass_refusals, judge), debug=False)
     if not answers:
-        return code
+        return FAILED if code == 1 else code  # 1 is a decision
     _print(answers[0], options, referee.make_text(session, answers[0]))
     return CODES[str(answers[0]["verdict"])]
 

@@ -169,8 +169,9 @@ class JudgingSource:
         goal = self.session.goal_name
         wanted = {goal, *self.session.not_worse, *PEAKS, CORE_WAIT}
         status, error = ended.status, ended.error
-        if status == "FINISHED" and goal not in metrics:
-            status, error = "FAILED", f"{goal} was not measured"
+        missing = [name for name in (goal, *self.session.not_worse) if name not in metrics]
+        if status == "FINISHED" and missing:
+            status, error = "FAILED", f"{missing[0]} was not measured"
         ended_at = time.time()
         return (
             replace(

@@ -46,7 +46,7 @@ from headroom.comparison.trainings import (
 from headroom.run.findings import make_process_tags
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking.mlflow_pages import ComparisonView
-from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 
 if TYPE_CHECKING:
     from headroom.tracking.query_runs import ExperimentRuns
@@ -156,7 +156,10 @@ def judge_candidate(
         unfair.append("--candidate: of a command and a training of settings no figure is the same")
     if unfair:
         raise ConfigError(*unfair)
-    resolve(session.base.apply(change).settings)  # before any is trained
+    changed = resolve(session.base.apply(change).settings)  # before any is trained
+    is_same = changed == resolve(session.base.settings)
+    if is_same and not change.command and change.commit == session.base.commit:
+        raise ConfigError(f"--candidate: {change.label} changes nothing of its base")
     store = ExperimentRuns(where, experiment)
     candidate = open_candidate(session, change)
     tags = {**make_process_tags("flows/judge.py"), "goal": session.goal_name}
@@ -221,8 +224,11 @@ def _show_in_mlflow(store: ExperimentRuns, session: Session, status: str) -> Non
         is_grouped=True,
     )
     store.keep_view(view)
-    page = write_session_page(session, _compute_noise(session))
-    store.end(session.run_id, status=status, text=make_markdown(session), files=[page])
+    try:
+        page = write_session_page(session, _compute_noise(session))
+        store.end(session.run_id, status=status, text=make_markdown(session), files=[page])
+    except (TrackingError, OSError) as error:  # what is decided is on disk; a next call tells it
+        print(f"the session is not shown in MLflow: {error}", file=sys.stderr)
 
 
 def make_markdown(session: Session) -> str:

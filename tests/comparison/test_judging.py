@@ -157,6 +157,13 @@ def test_one_that_fails_is_discarded_and_a_base_that_fails_is_said(session: Sess
         judge(fresh, NULL, draw(0.0), status="FAILED", error="it broke")
 
 
+def test_another_figure_that_nobody_measures_is_said_at_once(session: Session) -> None:
+    session.not_worse = {"val/nothing": 0.02}
+    with pytest.raises(CannotJudge, match="val/nothing was not measured"):
+        judge(session, BETTER, draw(0.1))
+    assert len(session.runs) == 1
+
+
 def test_a_gain_that_costs_too_much_speed_is_discarded(session: Session) -> None:
     session.not_worse = {"speed/samples_per_s": 0.02}
 

@@ -130,6 +130,7 @@ def test_bad_input_is_one_sentence_before_anything_is_trained(project: Path, run
     for words, why in {
         ("judge", "--candidate", "data.split_seed=1", *WORDS): "data.split_seed can't differ",
         ("judge", "--candidate", "optim.lr=-1", *WORDS): "optim.lr",
+        ("judge", "--candidate", "train.batch_size=64", *WORDS): "changes nothing of its base",
         ("judge", "--candidate", "cmd:python loop.py", *WORDS): "takes no seed",
         ("judge", "--candidate", "optim.lr=1", "--not-worse", "speed", *WORDS): "METRIC:SHARE",
         ("judge", "--candidate", "optim.lr=1", "--goal", "val/nothing", *WORDS): "val/nothing",
