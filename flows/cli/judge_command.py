@@ -339,7 +339,7 @@ def _close(options: argparse.Namespace, rest: list[str], where: TrackingSettings
     lock = take_lock(folder)
     try:
         session = read_session(folder)
-        referee.close_session(session, Path.cwd())
+        referee.close_session(session)
     finally:
         lock.close()
     _print(referee.describe_session(session), options, referee.make_session_text(session))

@@ -73,10 +73,6 @@ class JudgingSource:
     def devices(self) -> Sequence[str]:
         return [self.resolve(self.session.base.settings).device.name]
 
-    @property
-    def is_decided(self) -> bool:
-        return self.session.open is None
-
     def take_next(self, device: str) -> Cell | None:
         """Return the next run of either side; None where it is decided, or enough for this call."""
         session = self.session
@@ -104,23 +100,24 @@ class JudgingSource:
     def _make_cell(self, run: JudgedRun) -> Cell:
         side = self._find_side(run)
         name = "base" if run.of == self.session.base_number else f"#{run.of} {side.label}"
-        refused, folder = "", None
+        settings, refused = {"judged": f"{name}, seed {run.seed}"}, ""
         try:
-            config = self._make_config(side, run.seed)
-            if side.commit:
-                folder = self._check_out(side.commit, config)
-            else:
-                check_imports(config)
-        except ConfigError as error:
-            refused, config = "; ".join(error.problems), self.resolve({})
-        return Cell(
-            run.number,
-            {"judged": f"{name}, seed {run.seed}"},
-            config,
-            refused=refused,
-            folder=folder,
-            command=_make_command(side, run.seed),
-        )
+            config, folder = self.prepare(side, run.seed)
+        except ConfigError as error:  # what was there when it began is gone
+            refused, config, folder = "; ".join(error.problems), self.resolve({}), None
+        command = _make_command(side, run.seed)
+        return Cell(run.number, settings, config, refused=refused, folder=folder, command=command)
+
+    def prepare(self, side: Side, seed: int) -> tuple[RunConfig, Path | None]:
+        """Return the settings of a run of this side, and the folder of its commit, if it has one.
+
+        Raises ConfigError where it can't be trained, or not be judged by its base.
+        """
+        config = self._make_config(side, seed)
+        if side.commit:
+            return config, self._check_out(side.commit, config)
+        check_imports(config)
+        return config, None
 
     def _make_config(self, side: Side, seed: int) -> RunConfig:
         """Return the settings of a run; its data and its cache are where those of the base are."""
@@ -216,7 +213,11 @@ class JudgingSource:
     def _find_goal(self, run: JudgedRun) -> Goal:
         """Return the goal with the least step of an accuracy, which the rows of validation give."""
         goal = self.session.state.goal
-        if goal.resolution or goal.scale == "log" or "accuracy" not in self.session.goal_name:
+        if (
+            goal.resolution
+            or goal.scale == "log"
+            or not self.session.goal_name.endswith("/accuracy")
+        ):
             return goal
         rows = self._count_validation_rows(run)
         return replace(goal, resolution=1 / rows) if rows else goal

@@ -33,7 +33,7 @@ from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.search_space import find_goal
 from headroom.comparison.sequential_tests import Difference, RunsNeeded
 from headroom.comparison.session import STATE as SESSION
-from headroom.comparison.session import VERSION, Session, make_session, read_session
+from headroom.comparison.session import VERSION, WORKTREES, Session, make_session, read_session
 from headroom.comparison.session_page import PAGE, write_session_page
 from headroom.comparison.sides import Side, find_unfair, remove_worktree
 from headroom.comparison.trainings import (
@@ -160,15 +160,17 @@ def judge_candidate(
     is_same = changed == resolve(session.base.settings)
     if is_same and not change.command and change.commit == session.base.commit:
         raise ConfigError(f"--candidate: {change.label} changes nothing of its base")
+    source = JudgingSource(
+        session, _open_trainings(session), resolve, where, most_runs or MOST, Path.cwd()
+    )
+    source.prepare(session.base.apply(change), seed=0)
     store = ExperimentRuns(where, experiment)
     candidate = open_candidate(session, change)
     tags = {**make_process_tags("flows/judge.py"), "goal": session.goal_name}
     count = len(session.runs)
     session.run_id = store.begin(session.run_id, name=session.name, count=count, tags=tags)
+    source.trainings.run_id = session.run_id
     session.save()
-    source = JudgingSource(
-        session, _open_trainings(session), resolve, where, most_runs or MOST, Path.cwd()
-    )
     before, status = len(session.list_runs(session.base_number)), "KILLED"
     base_number = session.base_number
     try:
@@ -181,6 +183,8 @@ def judge_candidate(
         raise
     finally:
         _show_in_mlflow(store, session, status)
+        if session.open is None:
+            remove_worktrees(session, kept=session.base.commit)
     return describe_judgement(
         session, candidate.number, base_number, source.forecast(), bases_before=before
     )
@@ -351,14 +355,20 @@ def make_text(session: Session, answer: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def close_session(session: Session, home: Path) -> None:
+def close_session(session: Session) -> None:
     """End the session: nothing more is judged in it. Worktrees go, runs and figures stay."""
     if session.open is not None:
         leave_candidate(session, session.open)
     session.is_closed = True
     session.save()
-    for place in sorted(session.folder.glob("worktrees/*")):
-        remove_worktree(place, home)
+    remove_worktrees(session)
+
+
+def remove_worktrees(session: Session, kept: str = "") -> None:
+    """Let go of the worktrees of the session, but for that of this commit."""
+    for place in sorted(session.folder.glob(f"{WORKTREES}/*")):
+        if not kept.startswith(place.name):
+            remove_worktree(place, Path.cwd())
 
 
 def list_sessions(place: Path) -> Sequence[Session]:

@@ -216,7 +216,7 @@ def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
     assert told["base"]["runs"] + told["tried"]["runs"] == told["cost"]["runs"] == 5
     assert told["memory"] == {"name": "memory/run_peak_allocated_mib", "base": 9.0, "tried": 9.0}
     assert make_text(session, answer)[0].startswith("undecided: optim.lr=1.")
-    close_session(session, Path.cwd())
+    close_session(session)
     of_all = json.loads(json.dumps(describe_session(session), allow_nan=False))
     jsonschema.validate(of_all, SCHEMA["$defs"]["session"])
     assert of_all["is_closed"] and of_all["candidates"][0]["verdict"] == "discard"

@@ -22,6 +22,10 @@ from torch import nn
 def Net(width=2):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 """
+METRIC = """
+def mine(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+"""
 LOOP = """
 import argparse
 import torch
@@ -89,8 +93,17 @@ def test_a_session_goes_on_and_a_commit_is_trained_in_its_own_folder(
     (project / "own.py").write_text(MODEL.replace("width=2", "width=64"))
     git("commit", "-qam", "wide")
     git("checkout", "-q", "main")
-    code, _, told = run("session", "new", "night", "--goal", "val/loss", *WORDS)
+    (project / "own.py").write_text(MODEL + METRIC)
+    git("commit", "-qam", "a metric")
+    metric = ("--train.metrics", "{mine: 'own:mine'}")
+    code, _, told = run("session", "new", "night", "--goal", "val/loss", *WORDS, *metric)
     assert code == 0, told
+    code, _, told = run("session", "judge", "night", "--candidate", "git:wide")
+    assert code == 2 and "its code of train.metrics.mine is not that of the base" in told
+    git("checkout", "-q", "wide")
+    (project / "own.py").write_text(MODEL.replace("width=2", "width=64") + METRIC)
+    git("commit", "-qam", "the same metric")
+    git("checkout", "-q", "main")
     process = start("session", "judge", "night", "--candidate", "git:wide")
     assert process.stderr is not None
     for line in process.stderr:
