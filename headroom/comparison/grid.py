@@ -36,6 +36,7 @@ class Cell:
     repeat: int = 1
     refused: str = ""  # why it can't be trained, where a search has drawn it
     folder: Path | None = None  # where it trains; by default in the working one
+    title: str = ""  # of its run, where that is not told by what varies
     command: str = ""  # that trains with an account, instead of a training of these settings
 
     @property

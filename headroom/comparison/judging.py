@@ -100,13 +100,21 @@ class JudgingSource:
     def _make_cell(self, run: JudgedRun) -> Cell:
         side = self._find_side(run)
         name = "base" if run.of == self.session.base_number else f"#{run.of} {side.label}"
-        settings, refused = {"judged": f"{name}, seed {run.seed}"}, ""
+        title, refused = f"{name}, seed {run.seed}", ""
         try:
             config, folder = self.prepare(side, run.seed)
         except ConfigError as error:  # what was there when it began is gone
             refused, config, folder = "; ".join(error.problems), self.resolve({}), None
         command = _make_command(side, run.seed)
-        return Cell(run.number, settings, config, refused=refused, folder=folder, command=command)
+        return Cell(
+            run.number,
+            {},
+            config,
+            refused=refused,
+            folder=folder,
+            title=title,
+            command=command,
+        )
 
     def prepare(self, side: Side, seed: int) -> tuple[RunConfig, Path | None]:
         """Return the settings of a run of this side, and the folder of its commit, if it has one.

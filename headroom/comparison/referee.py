@@ -214,7 +214,7 @@ class _Teller:
             gain = session.candidates[-1].gain
             if gain is not None:
                 said += f"; gain {format_gain(gain, session.state.goal)}"
-        print(f"{cell.number}. {cell.settings['judged']}: {said}", file=sys.stderr, flush=True)
+        print(f"{cell.number}. {cell.title}: {said}", file=sys.stderr, flush=True)
 
 
 def _show_in_mlflow(store: ExperimentRuns, session: Session, status: str) -> None:

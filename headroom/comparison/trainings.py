@@ -308,7 +308,8 @@ def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Pope
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = hide_config_secrets(cell.config).model_dump()
     named = zip(shorten_names([*cell.settings]), cell.settings.values(), strict=True)
-    label = ", ".join(f"{name}={value}" for name, value in named) or cell.config.model.name
+    label = cell.title or ", ".join(f"{name}={value}" for name, value in named)
+    label = label or cell.config.model.name
     name = " ".join(filter(None, [settings["run"]["name"], label + cell.turn]))
     settings["run"]["name"] = make_printable(name, limit=NAME_LETTERS)
     settings["run"]["key"] = _make_key(comparison, cell)
