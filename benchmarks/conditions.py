@@ -48,6 +48,15 @@ def publish(kind: str, title: str, lines: Iterable[str], folder: Path = RESULTS)
     print(f"\nkept in {file}")
 
 
+def publish_whole(kind: str, title: str, lines: Iterable[str], *, is_whole: bool) -> None:
+    """Print the lines; those of a measurement that is whole are kept as well."""
+    if is_whole:
+        publish(kind, title, lines)
+        return
+    for line in lines:
+        print(line, flush=True)
+
+
 def _gpu() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 

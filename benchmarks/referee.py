@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from random import Random
 
-from benchmarks.conditions import publish
+from benchmarks.conditions import publish_whole
 from headroom.comparison.judging_session import JudgingSession
 from headroom.comparison.sequential_tests import (
     MOST_RUNS,
@@ -313,11 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nights", type=int, default=NIGHTS, help="nights of each row")
     nights = parser.parse_args().nights
-    if nights >= NIGHTS:
-        publish("referee", "The referee on made runs", measure(nights))
-        return
-    for line in measure(nights):
-        print(line, flush=True)
+    publish_whole("referee", "The referee on made runs", measure(nights), is_whole=nights >= NIGHTS)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from benchmarks.conditions import publish
+from benchmarks.conditions import publish_whole
 from headroom.comparison.judging_session import JudgingSession
 from headroom.comparison.sequential_tests import Goal, Measurement
 
@@ -172,11 +172,12 @@ def main() -> None:
     parser.add_argument("--nights", type=int, default=NIGHTS)
     nights = parser.parse_args().nights
     torch.set_num_threads(1)
-    if nights >= NIGHTS:
-        publish("referee-trainings", "The referee on real trainings", measure(nights))
-        return
-    for line in measure(nights):
-        print(line, flush=True)
+    publish_whole(
+        "referee-trainings",
+        "The referee on real trainings",
+        measure(nights),
+        is_whole=nights >= NIGHTS,
+    )
 
 
 if __name__ == "__main__":

@@ -183,12 +183,6 @@ def _make_search(
     return replace(search, trials=min(options.trials or count, count))
 
 
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= grid.MAX_TRAININGS:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000 (got {text!r})")
-    return int(text)
-
-
 def _make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m flows.compare",
@@ -205,7 +199,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--repeats",
         metavar="N",
-        type=_parse_count,
+        type=grid.parse_count,
         help="Of each, in turns, with seeds of their own; of a search, of the best at its end.",
     )
     add("--anew", action="store_true", help="Begin anew where the same words would go on.")
@@ -217,7 +211,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--trials",
         metavar="N",
-        type=_parse_count,
+        type=grid.parse_count,
         help=f"Of a search. Default: {search_space.TRIALS}; of a grid all.",
     )
     add(
@@ -227,6 +221,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--goal", metavar="METRIC", help="Such as val/loss or max:val/own. Default: by the task.")
     add("--runs", metavar="ID,ID", help="Runs to read, by their ids; trains nothing.")
-    add("--last", metavar="N", type=_parse_count, help="Read so many of the newest runs.")
+    add("--last", metavar="N", type=grid.parse_count, help="Read so many of the newest runs.")
     add("--filter", metavar="QUERY", help="Read the runs that MLflow's search finds.")
     return parser

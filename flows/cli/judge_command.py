@@ -14,6 +14,17 @@ from typing import Any
 from flows.cli import flags
 from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable, parse_seconds
+from headroom.comparison.grid import parse_count
+from headroom.comparison.session import (
+    SESSIONS,
+    CannotJudge,
+    Rules,
+    Session,
+    hold_session,
+    list_sessions,
+    read_session,
+)
+from headroom.comparison.session_report import describe_session, make_session_text, make_text
 from headroom.comparison.sides import Side, parse_side
 from headroom.process.redaction import redact_output
 from headroom.settings.read_settings import ConfigError
@@ -99,11 +110,19 @@ Act = Callable[[argparse.Namespace, list[str], TrackingSettings], int]
 
 def _run(argv: Sequence[str], parser: argparse.ArgumentParser, act: Act) -> int:
     redact_output()
-    from headroom.comparison.judging import CannotJudge
+    return _tell_refusals(lambda: act(*_parse(argv, parser), read_tracking_settings()))
 
+
+def _parse(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[argparse.Namespace, list[str]]:
+    return parser.parse_known_args(flags.tie_values(argv))
+
+
+def _tell_refusals(call: Callable[[], int]) -> int:
+    """Return the exit code of a call, also where it is refused, which is printed."""
     try:
-        options, rest = parser.parse_known_args(flags.tie_values(argv))
-        return act(options, rest, read_tracking_settings())
+        return call()
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -139,14 +158,8 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--runs", metavar="N", type=_parse_count, help="Trainings that this call may take.")
+    add("--runs", metavar="N", type=parse_count, help="Trainings that this call may take.")
     add("--json", action="store_true", help="One line of JSON.")
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 (got {text[:40]!r})")
-    return int(text)
 
 
 def _parse_margin(text: str) -> tuple[str, float]:
@@ -174,9 +187,7 @@ def _make_resolve(words: Sequence[str], time: str) -> Callable[[Mapping[str, str
     return resolve
 
 
-def _read_rules(options: argparse.Namespace, rest: list[str]) -> Any:
-    from headroom.comparison.referee import Rules
-
+def _read_rules(options: argparse.Namespace, rest: list[str]) -> Rules:
     if options.time and parse_seconds(options.time) is None:
         raise ConfigError(f"--for {options.time[:40]}: must be a time, such as 90s, 5min or 1h")
     for word in rest:
@@ -189,15 +200,11 @@ def _read_rules(options: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _find_place(where: TrackingSettings) -> Path:
-    from headroom.comparison.referee import SESSIONS
-
     return Path(where.runs).parent / SESSIONS
 
 
 def _find_folder(options: argparse.Namespace, where: TrackingSettings) -> Path:
     """Return the folder of the session that is named, or of the only one that is open."""
-    from headroom.comparison.referee import list_sessions
-
     place = _find_place(where)
     if options.name is None:
         named = [s for s in list_sessions(place) if not (s.is_closed or s.is_of_one)]
@@ -212,67 +219,50 @@ def _find_folder(options: argparse.Namespace, where: TrackingSettings) -> Path:
 
 
 def _judge_once(options: argparse.Namespace, rest: list[str], where: TrackingSettings) -> int:
-    from headroom.comparison.referee import begin_session
-    from headroom.comparison.session import take_lock
+    from headroom.comparison.referee import begin_session  # imports PyTorch
 
     rules, home = _read_rules(options, rest), Path.cwd()
     base = parse_side(options.base, option="--base", folder=home)
     change = parse_side(options.candidate, option="--candidate", folder=home)
     resolve = _make_resolve(rules.words, rules.time)
-    session = begin_session(_find_place(where), "", rules, base, resolve, is_of_one=True)
-    lock = take_lock(session.folder)
-    try:
+    begun = begin_session(_find_place(where), "", rules, base, resolve, is_of_one=True)
+    with hold_session(begun.folder) as session:
         return _judge(session, change, options, where, rules.experiment)
-    finally:
-        lock.close()
 
 
 def _judge(
-    session: Any,
+    session: Session,
     change: Side,
     options: argparse.Namespace,
     where: TrackingSettings,
     experiment: str | None,
 ) -> int:
     from flows.cli.train_command import run_with_server
-    from headroom.comparison import referee
+    from headroom.comparison.referee import judge_candidate
 
     resolve = _make_resolve(session.words, session.time)
     answers: list[dict[str, Any]] = []
 
     def judge() -> int:
-        answers.append(
-            referee.judge_candidate(
-                session,
-                change,
-                resolve=resolve,
-                where=where,
-                experiment=experiment,
-                most_runs=options.runs,
-            )
+        from headroom.prefect import this_flow_run
+
+        this_flow_run.raise_signals()
+        answer = judge_candidate(
+            session,
+            change,
+            resolve=resolve,
+            where=where,
+            experiment=experiment,
+            most_runs=options.runs,
         )
+        answers.append(answer)
         return 0
 
-    code = run_with_server(partial(_pass_refusals, judge), debug=False)
+    code = run_with_server(partial(_tell_refusals, judge), debug=False)
     if not answers:
         return FAILED if code == 1 else code  # 1 is a decision
-    _print(answers[0], options, referee.make_text(session, answers[0]))
+    _print(answers[0], options, make_text(session, answers[0]))
     return CODES[str(answers[0]["verdict"])]
-
-
-def _pass_refusals(judge: Callable[[], int]) -> int:
-    from headroom.comparison.judging import CannotJudge
-    from headroom.prefect import this_flow_run
-
-    this_flow_run.raise_signals()
-    try:
-        return judge()
-    except (ConfigError, TrackingError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except CannotJudge as error:
-        print(error, file=sys.stderr)
-        return FAILED
 
 
 def _print(answer: Any, options: argparse.Namespace, lines: Sequence[str]) -> None:
@@ -283,7 +273,7 @@ def _print(answer: Any, options: argparse.Namespace, lines: Sequence[str]) -> No
 
 
 def _begin(options: argparse.Namespace, rest: list[str], where: TrackingSettings) -> int:
-    from headroom.comparison import referee
+    from headroom.comparison.referee import begin_session  # imports PyTorch
 
     if options.name is None:
         raise ConfigError("session new: say its name")
@@ -291,56 +281,40 @@ def _begin(options: argparse.Namespace, rest: list[str], where: TrackingSettings
     folder = _find_folder(options, where)
     base = parse_side(options.base, option="--base", folder=Path.cwd())
     resolve = _make_resolve(rules.words, rules.time)
-    session = referee.begin_session(folder.parent, folder.name, rules, base, resolve)
+    session = begin_session(folder.parent, folder.name, rules, base, resolve)
     line = f"{session.name}: base {base.label}, judged by {session.goal_name}"
-    _print(referee.describe_session(session), options, [line])
+    _print(describe_session(session), options, [line])
     return 0
 
 
 def _judge_in(options: argparse.Namespace, rest: list[str], where: TrackingSettings) -> int:
-    from headroom.comparison import referee
-    from headroom.comparison.session import read_session, take_lock
+    from headroom.comparison.referee import check_inputs  # imports PyTorch
 
     if rest:
         raise ConfigError(f"{rest[0][:60]}: settings of both sides are given to `session new`")
     if not options.candidate:
         raise ConfigError("session judge: --candidate says what is judged")
-    folder = _find_folder(options, where)
-    read_session(folder)
-    lock = take_lock(folder)
-    try:
-        session = read_session(folder)  # as it is now that nobody else judges
+    with hold_session(_find_folder(options, where)) as session:
         if session.is_closed:
             raise ConfigError(f"session: {session.name} is closed; begin another by `session new`")
         change = parse_side(options.candidate, option="--candidate", folder=Path.cwd())
-        resolve = _make_resolve(session.words, session.time)
-        referee.check_inputs(session, resolve)
+        check_inputs(session, _make_resolve(session.words, session.time))
         experiment = flags.parse_training(session.words).config.run.experiment
         return _judge(session, change, options, where, experiment)
-    finally:
-        lock.close()
 
 
 def _show(options: argparse.Namespace, rest: list[str], where: TrackingSettings) -> int:
-    from headroom.comparison import referee
-    from headroom.comparison.session import read_session
-
-    session = read_session(_find_folder(options, where))
-    _print(referee.describe_session(session), options, referee.make_session_text(session))
-    return 0
+    return _print_session(read_session(_find_folder(options, where)), options)
 
 
 def _close(options: argparse.Namespace, rest: list[str], where: TrackingSettings) -> int:
-    from headroom.comparison import referee
-    from headroom.comparison.session import read_session, take_lock
+    from headroom.comparison.referee import close_session  # imports PyTorch
 
-    folder = _find_folder(options, where)
-    read_session(folder)
-    lock = take_lock(folder)
-    try:
-        session = read_session(folder)
-        referee.close_session(session)
-    finally:
-        lock.close()
-    _print(referee.describe_session(session), options, referee.make_session_text(session))
+    with hold_session(_find_folder(options, where)) as session:
+        close_session(session)
+    return _print_session(session, options)
+
+
+def _print_session(session: Session, options: argparse.Namespace) -> int:
+    _print(describe_session(session), options, make_session_text(session))
     return 0

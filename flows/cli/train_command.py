@@ -280,7 +280,8 @@ def _answer_at_the_end() -> Iterator[None]:
         from headroom.report.answers import describe_run
         from headroom.run.record import find_last_ended
 
-        if (ended := find_last_ended()) is not None:
+        ended = None if command.is_restart_planned() else find_last_ended()
+        if ended is not None:
             print_answer(describe_run(ended.run))
 
 

@@ -4,6 +4,7 @@ checked before the first begins. It refuses what a training would, all of it at 
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,13 @@ class ComparisonRequest:
         if self.search is None:
             return len(self.cells)
         return self.search.trials + self.search.repeats
+
+
+def parse_count(text: str) -> int:
+    """Return a number of trainings. Raises argparse.ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_TRAININGS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000 (got {text!r})")
+    return int(text)
 
 
 def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:

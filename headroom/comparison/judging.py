@@ -6,16 +6,15 @@ trainings, as a grid or a search is.
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headroom.base.event_log import LOG, read_begins, read_end
-from headroom.base.units import format_number, make_printable
+from headroom.base.units import make_printable
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.sequential_tests import (
@@ -33,6 +32,7 @@ from headroom.comparison.session import (
     OF_ONE,
     WORKTREES,
     Candidate,
+    CannotJudge,
     JudgedRun,
     Session,
     make_goal,
@@ -40,7 +40,6 @@ from headroom.comparison.session import (
 from headroom.comparison.sides import SEED, Side, check_out, find_changed_evaluation
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
 from headroom.run.gate import BUSY, CORE_WAIT
-from headroom.run.known_runs import read_start
 from headroom.settings.read_settings import ConfigError, check_imports, dump_yaml
 from headroom.settings.run_config import RunConfig
 from headroom.tracking.tracking_settings import TrackingSettings
@@ -49,10 +48,6 @@ from headroom.tracking.tracking_settings import TrackingSettings
 SAME_TAGS = ("data.fingerprint", "host", "device.model", "device.kind", "torch.version")
 BUSY_RUNS = 3  # on a busy machine, of a speed, before that is given up
 Resolve = Callable[[Mapping[str, str]], RunConfig]
-
-
-class CannotJudge(RuntimeError):
-    """The base itself can't be trained or measured; the text says why."""
 
 
 @dataclass
@@ -65,13 +60,17 @@ class JudgingSource:
     where: TrackingSettings
     most_runs: int  # that this call may take
     home: Path  # the working folder
+    device: str = field(init=False)  # of both sides
     taken: int = 0
     begun_at: float = 0.0  # the run that was taken last; Unix time
     judgement: Judgement | None = None
 
+    def __post_init__(self) -> None:
+        self.device = self.resolve(self.session.base.settings).device.name
+
     @property
     def devices(self) -> Sequence[str]:
-        return [self.resolve(self.session.base.settings).device.name]
+        return [self.device]
 
     def take_next(self, device: str) -> Cell | None:
         """Return the next run of either side; None where it is decided, or enough for this call."""
@@ -160,7 +159,7 @@ class JudgingSource:
         run, tags = self._measure(run, ended, folder)
         self.trainings.add(ended)
         session.put_run(run)
-        self._take_run(run, tags)
+        self._take_run(run, tags, folder)
         session.save()
         value = run.figures.get(session.goal_name)
         return replace(ended, status=run.status, error=run.error, value=value)
@@ -191,7 +190,7 @@ class JudgingSource:
             end.get("tags") or {},
         )
 
-    def _take_run(self, run: JudgedRun, tags: Mapping[str, str]) -> None:
+    def _take_run(self, run: JudgedRun, tags: Mapping[str, str], folder: Path | None) -> None:
         session = self.session
         is_base = run.of == session.base_number
         if run.status != "FINISHED":
@@ -210,7 +209,7 @@ class JudgingSource:
             return
         value = run.figures[session.goal_name]
         try:
-            goal = self._find_goal(run)
+            goal = self._find_goal(folder)
             session.state = replace(session.state, goal=goal)
             measured = Measurement(value, run.seed, run.ended_at)
             session.state = session.state.add_run(measured, "base" if is_base else "candidate")
@@ -218,28 +217,14 @@ class JudgingSource:
             raise CannotJudge(f"--goal {session.goal_name}: {error}") from None
         self._look()
 
-    def _find_goal(self, run: JudgedRun) -> Goal:
+    def _find_goal(self, folder: Path | None) -> Goal:
         """Return the goal with the least step of an accuracy, which the rows of validation give."""
         goal = self.session.state.goal
-        if (
-            goal.resolution
-            or goal.scale == "log"
-            or not self.session.goal_name.endswith("/accuracy")
-        ):
+        has_steps = self.session.goal_name.endswith("/accuracy") and goal.scale == "linear"
+        if goal.resolution or not has_steps or folder is None:
             return goal
-        rows = self._count_validation_rows(run)
+        rows = _count_validation_rows(folder)
         return replace(goal, resolution=1 / rows) if rows else goal
-
-    def _count_validation_rows(self, run: JudgedRun) -> int:
-        runs = Path(self.where.runs)
-        for folder in runs.glob("*/"):
-            start = read_start(folder)
-            if start is not None and start.run_id == run.run_id:
-                for begin, _ in read_begins(folder / LOG, 0):
-                    for rows in begin.get("data") or ():
-                        if rows.get("context") == "validation":
-                            return int(json.loads(rows["profile"]).get("num_rows") or 0)
-        return 0
 
     def _is_too_busy(self, run: JudgedRun) -> bool:
         """True if the run is no measurement of a speed, by the gate's rule; it is run once more.
@@ -338,6 +323,15 @@ class JudgingSource:
         )
 
 
+def _count_validation_rows(folder: Path) -> int:
+    """Return how many rows a run was judged by; 0 where its log does not say."""
+    for begin, _ in read_begins(folder / LOG, 0):
+        for rows in begin.get("data") or ():
+            if rows.get("context") == "validation":
+                return int(json.loads(rows["profile"]).get("num_rows") or 0)
+    return 0
+
+
 def _make_command(side: Side, seed: int) -> str:
     """Return the command of a run, by this interpreter where it only says python."""
     words = shlex.split(side.command.replace(SEED, str(seed)))
@@ -381,27 +375,3 @@ def leave_candidate(session: Session, candidate: Candidate) -> None:
         if run.of == candidate.number and not run.status:
             session.put_run(replace(run, status="LEFT"))
     print(f"#{candidate.number} {candidate.side.label}: left undecided", file=sys.stderr)
-
-
-def express_gain(gain: float, goal: Goal) -> float:
-    """Return a gain of a log scale in per cent of the base's figure; others as they are."""
-    if goal.scale == "linear" or not math.isfinite(gain):
-        return gain
-    return 100 * (math.exp(gain) - 1 if goal.direction == "max" else 1 - math.exp(-gain))
-
-
-def format_gain(gain: Difference, goal: Goal) -> str:
-    """Return a gain with its interval in words: a ratio in per cent, others in units of the
-    figure. More than 0 is better."""
-
-    def show(value: float) -> str:
-        if not math.isfinite(value):
-            return "unknown"
-        expressed = express_gain(value, goal)
-        if goal.scale == "linear":
-            return f"{'+' if expressed > 0 else ''}{format_number(expressed)}"
-        return f"{expressed:+.{1 if abs(expressed) < 10 else 0}f} %"
-
-    if not math.isfinite(gain.low) and not math.isfinite(gain.high):
-        return f"{show(gain.gain)} (how sure is not known yet)"
-    return f"{show(gain.gain)} ({show(gain.low)} to {show(gain.high)})"

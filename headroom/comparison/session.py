@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from headroom.base.file_lock import FileLock
 from headroom.base.names import find_metric
@@ -20,11 +24,29 @@ from headroom.comparison.sequential_tests import Difference, Goal, Measurement
 from headroom.comparison.sides import Side
 from headroom.settings.read_settings import ConfigError
 
+SESSIONS = "sessions"  # the folder of all of them, beside that of the runs
 STATE, LOCK, WORKTREES = "session.json", "session.lock", "worktrees"
-VERSION = 1  # of what is written for programs, and of the file
-BASE = 0  # number of the base that a session began with
+VERSION = 1  # of the file
 OF_ONE = ErrorBudget(alpha=0.1, half_spent_after=1)  # its first level is 5 %: one question alone
 SEEDS = 2**31
+
+
+class CannotJudge(RuntimeError):
+    """The base itself can't be trained or measured; the text says why."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What candidates are judged by, in words of a command line.
+
+    not_worse: by metric, the share by which it may be worse. time: that each run has, such as 5min.
+    """
+
+    words: list[str]  # settings of both sides
+    goal: str = ""  # by default that of the task
+    not_worse: Mapping[str, float] = field(default_factory=dict)
+    time: str = ""
+    experiment: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,10 +96,9 @@ class Session:
     run_id: str = ""  # in MLflow
     is_of_one: bool = False  # each candidate is one question alone, and the base stays
     is_closed: bool = False
-    first_base: Side = Side("")  # noqa: RUF009 (frozen)
     base: Side = Side("")  # noqa: RUF009 (frozen)
-    base_number: int = BASE  # of the candidate that the base is now
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # code, data and settings of the base
+    base_number: int = 0  # of the candidate that the base is now; 0 for the first
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)  # see trainings.Inputs
     environment: Mapping[str, str] = field(default_factory=dict)  # tags that all runs share
     candidates: list[Candidate] = field(default_factory=list)
     runs: list[JudgedRun] = field(default_factory=list)
@@ -94,7 +115,6 @@ class Session:
         state |= {
             "version": VERSION,
             "state": self.state.as_dict(),
-            "first_base": asdict(self.first_base),
             "base": asdict(self.base),
             "candidates": [asdict(one) for one in self.candidates],
             "runs": [asdict(one) for one in self.runs],
@@ -131,6 +151,13 @@ class Session:
             if name in run.figures
         ]
 
+    def compute_noise(self) -> float | None:
+        """Return the standard deviation of a run of the base, as a share of its mean; None where no
+        two runs are there."""
+        values = [run.value for run in self.measure(self.base_number, self.goal_name)]
+        mean = sum(values) / len(values) if values else 0.0
+        return statistics.stdev(values) / abs(mean) if len(values) > 1 and mean else None
+
     def compute_run_s(self) -> float:
         """Return the mean seconds of a run; 0 where none has ended."""
         times = [run.seconds for run in self.runs if run.status == "FINISHED"]
@@ -138,11 +165,8 @@ class Session:
 
 
 def draw_seed(root: int, number: int) -> int:
-    """Return the seed of a run, of a splitmix64 step (Steele et al. 2014): below 2**31."""
-    z = (root + number * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return (z ^ z >> 31) % SEEDS
+    """Return the seed of a run, below 2**31: neither side has a say in it."""
+    return int(np.random.SeedSequence((root, number)).generate_state(1)[0]) % SEEDS
 
 
 def make_goal(name: str, direction: str = "") -> Goal:
@@ -185,8 +209,7 @@ def read_session(folder: Path) -> Session:
         if told.pop("version") != VERSION:
             raise ConfigError(f"session: {folder.name} was written by another version of Headroom")
         told["state"] = JudgingSession.from_dict(told["state"])
-        for side in ("first_base", "base"):
-            told[side] = Side(**told[side])
+        told["base"] = Side(**told["base"])
         told["candidates"] = [_read_candidate(one) for one in told["candidates"]]
         told["runs"] = [JudgedRun(**one) for one in told["runs"]]
         return Session(folder, **told)
@@ -204,13 +227,27 @@ def _read_candidate(told: Mapping[str, Any]) -> Candidate:
     return replace(made, gain=None if gain is None else Difference(**gain))
 
 
-def take_lock(folder: Path) -> FileLock:
-    """Return the lock of a session, for the only process that judges in it.
+@contextmanager
+def hold_session(folder: Path) -> Iterator[Session]:
+    """Yield the session of this folder to the only process that judges in it.
 
-    Raises ConfigError where another one does.
+    Raises ConfigError where none is, or another one does.
     """
+    read_session(folder)  # before a lock is made where nothing is
     lock = FileLock(folder / LOCK)
-    if not lock.take():
+    try:
+        if not lock.take():
+            name = folder.name
+            raise ConfigError(f"session: {name} is judging already; two would share its budget")
+        yield read_session(folder)  # as it is now that nobody else judges
+    finally:
         lock.close()
-        raise ConfigError(f"session: {folder.name} is judging already; two would share its budget")
-    return lock
+
+
+def list_sessions(place: Path) -> Sequence[Session]:
+    """Return the sessions that are there and can be read, the newest last."""
+    sessions = []
+    for file in sorted(place.glob(f"*/{STATE}"), key=lambda file: file.stat().st_mtime):
+        with suppress(ConfigError):
+            sessions.append(read_session(file.parent))
+    return sessions

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from headroom.base.units import format_number, format_seconds
-from headroom.comparison.judging import express_gain, format_gain
 from headroom.comparison.session import Candidate, JudgedRun, Session
+from headroom.comparison.session_report import PAGE, express_gain, format_gain
 from headroom.report.html_page import STYLE, embed_image, make_document
 from headroom.report.plots import BLUE, GREEN, GREY, VERMILION, label_axes, make_panels
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PAGE = "session.html"
 MOST_ROWS = 60  # candidates in the picture, the newest
 COLOURS = {"keep": GREEN, "discard": GREY, "undecided": BLUE, "open": BLUE, "refused": VERMILION}
 _STYLE = (
@@ -38,9 +37,9 @@ LEGEND = (
 )
 
 
-def write_session_page(session: Session, noise: float | None) -> Path:
-    """Write the page into the session's folder, and return its file. noise: the standard deviation
-    of a run of the base as a share of its mean; None where it is not known. Raises OSError."""
+def write_session_page(session: Session) -> Path:
+    """Write the page into the session's folder, and return its file. Raises OSError."""
+    noise = session.compute_noise()
     facts = [
         f"One run is good to &plusmn;{100 * noise:.2g} % (standard deviation)"
         if noise is not None

@@ -121,7 +121,7 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()[:16]
 
 
-def _describe_changes(before: Inputs, now: Inputs) -> list[str]:
+def describe_changes(before: Inputs, now: Inputs) -> list[str]:
     """Return in words what differs."""
     changes = []
     for kind, names in now.items():
@@ -157,7 +157,7 @@ def open_comparison(
         ended = {one["number"]: TrainingEnd(**one) for one in state.get("ended", ())}
         opened = ComparisonFolder(file.parent, words, state.get("run_id", ""), False, ended, lock)
         opened.inputs, opened.taken_over = state.get("inputs") or inputs, [*ended]
-        changes = _describe_changes(opened.inputs, inputs)
+        changes = describe_changes(opened.inputs, inputs)
         if not (is_anew or changes):
             return opened
         opened.is_over = is_anew or not ended  # then nothing is lost

@@ -171,6 +171,11 @@ def _prepare_restart() -> None:
     _command.at, _command.of = time.time(), Path(of)
 
 
+def is_restart_planned() -> bool:
+    """True if this command begins anew when its process ends."""
+    return _command is not None and _command.next is not None
+
+
 def _restart_if_planned() -> None:
     """Restart the command where that is planned; else do nothing.
 

@@ -11,23 +11,24 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headroom.comparison.judging import CannotJudge, JudgingSource, open_candidate
-from headroom.comparison.referee import (
-    close_session,
+from headroom.comparison.judging import JudgingSource, open_candidate
+from headroom.comparison.referee import close_session
+from headroom.comparison.session import (
+    CannotJudge,
+    Session,
+    draw_seed,
+    hold_session,
+    make_goal,
+    make_session,
+    read_session,
+)
+from headroom.comparison.session_page import write_session_page
+from headroom.comparison.session_report import (
     describe_judgement,
     describe_session,
     make_session_text,
     make_text,
 )
-from headroom.comparison.session import (
-    Session,
-    draw_seed,
-    make_goal,
-    make_session,
-    read_session,
-    take_lock,
-)
-from headroom.comparison.session_page import write_session_page
 from headroom.comparison.sides import Side
 from headroom.comparison.trainings import ComparisonFolder, TrainingEnd
 from headroom.settings.read_settings import ConfigError, resolve_config
@@ -210,14 +211,15 @@ def test_no_speed_is_judged_on_a_machine_that_is_not_free(tmp_path: Path) -> Non
 def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
     source = judge(session, NULL, draw(0.015), most_runs=5)
     answer = describe_judgement(session, 1, 0, source.forecast(), bases_before=0)
-    told = json.loads(json.dumps(answer, allow_nan=False))
+    told = json.loads(json.dumps({"version": 1, **answer}, allow_nan=False))
     jsonschema.validate(told, SCHEMA["$defs"]["judgement"])
     assert told["verdict"] == "undecided"
     assert told["base"]["runs"] + told["tried"]["runs"] == told["cost"]["runs"] == 5
     assert told["memory"] == {"name": "memory/run_peak_allocated_mib", "base": 9.0, "tried": 9.0}
     assert make_text(session, answer)[0].startswith("undecided: optim.lr=1.")
     close_session(session)
-    of_all = json.loads(json.dumps(describe_session(session), allow_nan=False))
+    of_all = {"version": 1, **describe_session(session)}
+    of_all = json.loads(json.dumps(of_all, allow_nan=False))
     jsonschema.validate(of_all, SCHEMA["$defs"]["session"])
     assert of_all["is_closed"] and of_all["candidates"][0]["verdict"] == "discard"
     assert 0 < of_all["budget"]["spent"] < of_all["budget"]["alpha"] == 0.05
@@ -227,21 +229,35 @@ def test_the_answer_is_one_document_that_json_knows(session: Session) -> None:
 def test_the_page_shows_every_candidate_and_nothing_acts_as_markup(session: Session) -> None:
     judge(session, BETTER, draw(0.1), most_runs=1)
     with warnings.catch_warnings(action="error"):
-        assert "how much a run varies" in write_session_page(session, None).read_text().lower()
+        assert "how much a run varies" in write_session_page(session).read_text().lower()
     judge(session, BETTER, draw(0.1))
     judge(session, Side("optim.lr=<script>", {"optim.lr": "3"}), draw(-0.5))
-    text = write_session_page(session, 0.006).read_text()
-    assert "One run is good to &plusmn;0.6 %" in text and "2 candidates, 1 kept" in text
+    text = write_session_page(session).read_text()
+    assert f"One run is good to &plusmn;{100 * (session.compute_noise() or 0):.2g} %" in text
+    assert "2 candidates, 1 kept" in text
     assert text.index("optim.lr=2</td>") < text.index("optim.lr=&lt;script&gt;</td>")
     assert "<script" not in text and text.count("<img") == 1 and "data:image/png" in text
 
 
 def test_two_judges_at_once_are_one_after_the_other(session: Session) -> None:
-    lock = take_lock(session.folder)
-    with pytest.raises(ConfigError, match="night is judging already"):
-        take_lock(session.folder)
-    lock.close()
-    take_lock(session.folder).close()
+    session.save()
+    with (
+        hold_session(session.folder),
+        pytest.raises(ConfigError, match="night is judging already"),
+        hold_session(session.folder),
+    ):
+        pass
+    with hold_session(session.folder) as again:
+        assert again.root == session.root
+
+
+def test_who_waited_for_the_lock_sees_what_the_other_has_done(session: Session) -> None:
+    session.save()
+    before = read_session(session.folder)
+    with hold_session(session.folder) as first:
+        judge(first, BETTER, draw(0.1), most_runs=3)
+    with hold_session(session.folder) as second:
+        assert len(second.runs) == 3 and not before.runs
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 1}', '{"version": 99}'])

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from headroom import judge
@@ -45,6 +46,7 @@ with account(model=net, optimizer=optimizer, quiet=True) as run:
         optimizer.step()
     run.log({"val/loss": options.loss + 0.01 * torch.randn(()).item()})
 """
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "answers.schema.json").read_text())
 Start = Callable[..., subprocess.Popen[str]]
 Run = Callable[..., tuple[int, Any, str]]
 WORDS = ("--model.name", "own:Net", "--train.epochs", "1", "--device.name", "cpu")
@@ -73,7 +75,11 @@ def run(start: Start) -> Callable[..., tuple[int, Any, str]]:
     def run_to_its_end(*words: str) -> tuple[int, Any, str]:
         process = start(*words, "--json")
         out, err = process.communicate(timeout=200)
-        return process.returncode, json.loads(out) if out else None, err
+        answer = json.loads(out) if out else None
+        if answer is not None:
+            is_judgement = "judge" in words
+            jsonschema.validate(answer, SCHEMA["$defs"]["judgement" if is_judgement else "session"])
+        return process.returncode, answer, err
 
     return run_to_its_end
 

@@ -1,6 +1,7 @@
 """A training that fails of what a new process cures, as its user sees it at a desk: it goes on by
 itself, in the same run and under the same process id, and not for ever."""
 
+import json
 import os
 import signal
 import sqlite3
@@ -99,6 +100,12 @@ def test_a_lost_device_is_cured_by_a_new_process_and_nobody_can_tell_from_the_se
     at = [step for (step,) in _query(place, "select step from metrics where key = 'train/loss'")]
     assert sorted(set(at)) == list(range(5, 461, 5)), "23 steps an epoch"
     assert len([step for step in at if step < 460]) == len(set(at)) - 1, "told twice"
+
+
+def test_a_program_hears_of_the_end_and_not_of_what_is_tried_again(sick: Desk) -> None:
+    out, err = sick("--checkpoint.every", "20steps", "--json").communicate(timeout=300)
+    (line,) = out.splitlines()
+    assert json.loads(line)["status"] == "FINISHED" and "going on from the checkpoint" in err, err
 
 
 def test_what_fails_always_ends_after_its_retries_and_says_what_it_is(
