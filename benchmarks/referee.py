@@ -15,7 +15,7 @@ from itertools import repeat
 from random import Random
 
 from benchmarks.conditions import publish_whole
-from headroom.comparison.judging_session import JudgingSession
+from headroom.comparison.platform_trial import PlatformTrial
 from headroom.comparison.sequential_tests import (
     MOST_RUNS,
     Goal,
@@ -187,7 +187,7 @@ ROWS = (
 def play_night(row: Row, seed: int) -> Night:
     """Return what the real session makes of a night of made runs, looked at after each of them."""
     draw = Random(seed)
-    make, session = row.noise(draw), JudgingSession(row.goal)
+    make, session = row.noise(draw), PlatformTrial(row.goal)
     base, deviation, runs, kept, false, refused, missed = 0.0, 1.0, 0, 0, 0, 0, 0
     for number, gain in enumerate(draw_gains(row, draw)):
         session = session.open_candidate()
@@ -212,9 +212,7 @@ def play_night(row: Row, seed: int) -> Night:
     return Night(kept, false, runs, refused, missed)
 
 
-def choose_seed(
-    session: JudgingSession, of: str, wanted: int | None, row: Row, draw: Random
-) -> int:
+def choose_seed(session: PlatformTrial, of: str, wanted: int | None, row: Row, draw: Random) -> int:
     """Return the seed of the next run: the one that the design wants, or a new one."""
     if wanted is not None:
         return wanted

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from benchmarks.conditions import publish_whole
-from headroom.comparison.judging_session import JudgingSession
+from headroom.comparison.platform_trial import PlatformTrial
 from headroom.comparison.sequential_tests import Goal, Measurement
 
 NIGHTS, CANDIDATES, GAINS = 20, 100, 10
@@ -102,7 +102,7 @@ def change_training(base: Training, change: dict[str, int | bool] | None) -> Tra
 def judge_night(changes: list[dict[str, int | bool] | None], draw: Random) -> Night:
     """Return what a session keeps of these changes."""
     night, base = Night(), Training()
-    session = JudgingSession(Goal("min", "log"))
+    session = PlatformTrial(Goal("min", "log"))
     for change in changes:
         session = session.open_candidate()
         candidate = change_training(base, change)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headroom.base.event_log import read_json
 from headroom.base.units import format_number
 from headroom.comparison.grid import Cell, GridCheck
-from headroom.comparison.judging import (
+from headroom.comparison.judging_source import (
     JudgingSource,
     Resolve,
     leave_candidate,
@@ -200,7 +200,7 @@ class _Teller:
                 said += f": {ended.error}"
             gain = session.candidates[-1].gain
             if gain is not None:
-                said += f"; gain {format_gain(gain, session.state.goal)}"
+                said += f"; gain {format_gain(gain, session.trial.goal)}"
         print(f"{cell.number}. {cell.title}: {said}", file=sys.stderr, flush=True)
 
 
@@ -208,7 +208,7 @@ def _show_in_mlflow(store: ExperimentRuns, session: Session, status: str) -> Non
     """Keep what is known of the session in the run that holds the others."""
     store.set_tags(session.run_id, {"base": session.base.label})
     varied = dict.fromkeys(name for one in session.candidates for name in one.side.settings)
-    goal = session.state.goal
+    goal = session.trial.goal
     view = ComparisonView(
         *(session.run_id, session.name, [*varied], session.goal_name),
         is_lower_better=goal.direction == "min",

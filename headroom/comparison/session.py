@@ -18,7 +18,7 @@ import numpy as np
 from headroom.base.file_lock import FileLock
 from headroom.base.names import find_metric
 from headroom.base.units import make_printable
-from headroom.comparison.judging_session import ErrorBudget, JudgingSession
+from headroom.comparison.platform_trial import ErrorBudget, PlatformTrial
 from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.sequential_tests import Difference, Goal, Measurement
 from headroom.comparison.sides import Side
@@ -89,7 +89,7 @@ class Session:
     name: str
     words: list[str]
     goal_name: str
-    state: JudgingSession
+    trial: PlatformTrial  # its tests and what of the budget is spent
     time: str = ""
     not_worse: Mapping[str, float] = field(default_factory=dict)
     root: int = 0  # that the seeds are drawn from
@@ -111,10 +111,10 @@ class Session:
 
     def save(self) -> None:
         """Write the session, whole. Raises OSError."""
-        state = {n: v for n, v in vars(self).items() if n not in ("folder", "state")}
+        state = {n: v for n, v in vars(self).items() if n not in ("folder", "trial")}
         state |= {
             "version": VERSION,
-            "state": self.state.as_dict(),
+            "trial": self.trial.as_dict(),
             "base": asdict(self.base),
             "candidates": [asdict(one) for one in self.candidates],
             "runs": [asdict(one) for one in self.runs],
@@ -196,10 +196,10 @@ def make_session(
     more: other fields of a session. Raises ConfigError and OSError.
     """
     direction, _, metric = goal.rpartition(":")
-    state = JudgingSession(make_goal(metric, direction))
+    trial = PlatformTrial(make_goal(metric, direction))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     root = secrets.randbits(64)
-    return Session(folder, name, list(words), metric, state, root=root, **more)
+    return Session(folder, name, list(words), metric, trial, root=root, **more)
 
 
 def read_session(folder: Path) -> Session:
@@ -208,7 +208,7 @@ def read_session(folder: Path) -> Session:
         told = json.loads((folder / STATE).read_text())
         if told.pop("version") != VERSION:
             raise ConfigError(f"session: {folder.name} was written by another version of Headroom")
-        told["state"] = JudgingSession.from_dict(told["state"])
+        told["trial"] = PlatformTrial.from_dict(told["trial"])
         told["base"] = Side(**told["base"])
         told["candidates"] = [_read_candidate(one) for one in told["candidates"]]
         told["runs"] = [JudgedRun(**one) for one in told["runs"]]

@@ -64,7 +64,7 @@ def _describe_count(session: Session) -> str:
     ended = [run for run in session.runs if run.status == "FINISHED"]
     none = {one.number for one in session.candidates if one.verdict == "discard"}
     spent = [run for run in session.runs if run.of in none]
-    alpha, used = session.state.budget.alpha, session.state.budget.spent
+    alpha, used = session.trial.budget.alpha, session.trial.budget.spent
     return (
         f"{len(session.candidates)} candidates, {len(kept)} kept; {len(ended)} runs, of which "
         f"{len(spent)} ({format_seconds(sum(run.seconds for run in spent))}) were of changes that "
@@ -93,7 +93,7 @@ def _draw(session: Session) -> str:
 
 
 def _draw_gains(ax: Axes, session: Session, measured: Sequence[Candidate]) -> None:
-    goal = session.state.goal
+    goal = session.trial.goal
     unit = "%" if goal.scale == "log" else session.goal_name
     label_axes(ax, "gain of each candidate, with its interval", unit=unit, grid="x")
     ax.axvline(0.0, color=GREY, linewidth=0.9)
@@ -148,7 +148,7 @@ def _make_table(session: Session) -> str:
     )
     rows = []
     for one in session.candidates:
-        gain = format_gain(one.gain, session.state.goal) if one.gain is not None else ""
+        gain = format_gain(one.gain, session.trial.goal) if one.gain is not None else ""
         cells = [
             f'<td class="w">{one.number}</td><td>{escape(one.side.label)}</td>',
             f'<td class="v {one.verdict}">{one.verdict}</td><td class="w">{escape(gain)}</td>',

@@ -49,7 +49,7 @@ def make_markdown(session: Session) -> str:
         "|--:|:--|:--|:--|--:|",
     ]
     for one in session.candidates:
-        gain = format_gain(one.gain, session.state.goal) if one.gain is not None else ""
+        gain = format_gain(one.gain, session.trial.goal) if one.gain is not None else ""
         runs = len(session.list_runs(one.number))
         label = one.side.label.replace("|", "\\|")
         lines.append(f"| {one.number} | {label} | {one.verdict} | {gain} | {runs} |")
@@ -67,7 +67,7 @@ def describe_judgement(
     """Return a candidate for programs; see docs/agents.md."""
     candidate = session.candidates[number - 1]
     base, tried = session.list_runs(base_number), session.list_runs(number)
-    goal = session.state.goal
+    goal = session.trial.goal
     of_base = len(base) - bases_before
     seconds = sum(run.seconds for run in (*tried, *base[bases_before:]))
     return {
@@ -130,7 +130,7 @@ def make_text(session: Session, answer: Mapping[str, Any]) -> list[str]:
     if base["mean"] is not None and tried["mean"] is not None:
         figures = f"{name} {format_number(tried['mean'])} against {format_number(base['mean'])}"
         gain = candidate.gain
-        said = f", gain {format_gain(gain, session.state.goal)}" if gain is not None else ""
+        said = f", gain {format_gain(gain, session.trial.goal)}" if gain is not None else ""
         lines.append(f"  {figures}{said}")
     for other, said in candidate.not_worse.items():
         share = f"{100 * session.not_worse[other]:g} %"
@@ -167,12 +167,12 @@ def describe_session(session: Session) -> dict[str, Any]:
         "session": session.name,
         "is_closed": session.is_closed,
         "base": {"change": session.base.text, "candidate": session.base_number},
-        "goal": {"name": session.goal_name, "direction": session.state.goal.direction},
+        "goal": {"name": session.goal_name, "direction": session.trial.goal.direction},
         "base_values": values,
         "noise": session.compute_noise(),
         "runs": len([run for run in session.runs if run.status == "FINISHED"]),
         "seconds": round(sum(run.seconds for run in session.runs), 1),
-        "budget": {"alpha": session.state.budget.alpha, "spent": session.state.budget.spent},
+        "budget": {"alpha": session.trial.budget.alpha, "spent": session.trial.budget.spent},
         "candidates": [
             {
                 "candidate": one.number,
@@ -201,7 +201,7 @@ def make_session_text(session: Session) -> list[str]:
         f"{100 * spent['spent']:.2g} of {100 * spent['alpha']:g} % of error spent"
     )
     for one in session.candidates:
-        gain = format_gain(one.gain, session.state.goal) if one.gain is not None else ""
+        gain = format_gain(one.gain, session.trial.goal) if one.gain is not None else ""
         lines.append(f"  #{one.number} {one.verdict:<9} {one.side.label}  {gain}")
     if session.is_closed:
         lines.append("  closed")

@@ -79,7 +79,7 @@ class JudgingSource:
         if waiting is None:
             if session.open is None or self.taken >= self.most_runs:
                 return None
-            following = session.state.choose_next_run()
+            following = session.trial.choose_next_run()
             of = session.base_number if following.of == "base" else session.open.number
             waiting = session.plan_run(of, following.seed)
             session.save()
@@ -210,16 +210,16 @@ class JudgingSource:
         value = run.figures[session.goal_name]
         try:
             goal = self._find_goal(folder)
-            session.state = replace(session.state, goal=goal)
+            session.trial = replace(session.trial, goal=goal)
             measured = Measurement(value, run.seed, run.ended_at)
-            session.state = session.state.add_run(measured, "base" if is_base else "candidate")
+            session.trial = session.trial.add_run(measured, "base" if is_base else "candidate")
         except ValueError as error:
             raise CannotJudge(f"--goal {session.goal_name}: {error}") from None
         self._look()
 
     def _find_goal(self, folder: Path | None) -> Goal:
         """Return the goal with the least step of an accuracy, which the rows of validation give."""
-        goal = self.session.state.goal
+        goal = self.session.trial.goal
         has_steps = self.session.goal_name.endswith("/accuracy") and goal.scale == "linear"
         if goal.resolution or not has_steps or folder is None:
             return goal
@@ -232,7 +232,7 @@ class JudgingSource:
         Raises CannotJudge where that comes again and again.
         """
         session = self.session
-        is_timed = session.state.goal.design == "interleaved"
+        is_timed = session.trial.goal.design == "interleaved"
         if not is_timed or run.figures.get(CORE_WAIT, 0.0) <= BUSY:
             return False
         session.put_run(replace(run, status="BUSY"))
@@ -248,9 +248,9 @@ class JudgingSource:
         """Judge by the runs so far."""
         session = self.session
         assert session.open is not None
-        judgement = self.judgement = session.state.judge()
+        judgement = self.judgement = session.trial.judge()
         if judgement.verdict == "undecided":
-            session.state = session.state.record(judgement)
+            session.trial = session.trial.record(judgement)
             self._put("undecided", judgement)
             return
         if judgement.verdict == "keep" and (not_worse := self._check_others()):
@@ -261,7 +261,7 @@ class JudgingSource:
                 why = f"{failed[0]} is worse by more than {100 * share:g} %"
                 self._decide("discard", f"{session.goal_name} is better, but {why}.", judgement)
                 return
-            if unclear and len(session.state.candidate or ()) < MOST_RUNS:
+            if unclear and len(session.trial.candidate or ()) < MOST_RUNS:
                 self._put("undecided", judgement, reason=f"{unclear[0]} is not clear yet.")
                 return
             if unclear:
@@ -307,19 +307,19 @@ class JudgingSource:
         candidate = self._put(verdict, judgement, reason=reason)
         is_new_base = verdict == "keep" and not session.is_of_one
         if is_new_base and judgement is not None:
-            session.state = session.state.record(judgement)
+            session.trial = session.trial.record(judgement)
             session.base = session.base.apply(candidate.side)
             session.base_number = candidate.number
         else:
-            session.state = session.state.withdraw_candidate()
+            session.trial = session.trial.withdraw_candidate()
 
     def forecast(self) -> RunsNeeded | None:
         """Return how many more runs would decide; None where that is not known."""
-        state = self.session.state
-        if self.judgement is None or state.candidate is None:
+        trial = self.session.trial
+        if self.judgement is None or trial.candidate is None:
             return None
         return forecast_runs(
-            self.judgement, state.base, state.candidate, goal=state.goal, level=state.budget.level
+            self.judgement, trial.base, trial.candidate, goal=trial.goal, level=trial.budget.level
         )
 
 
@@ -359,8 +359,8 @@ def open_candidate(session: Session, side: Side) -> Candidate:
             return candidate
         leave_candidate(session, candidate)
     if session.is_of_one:
-        session.state = replace(session.state, budget=OF_ONE)
-    session.state = session.state.open_candidate()
+        session.trial = replace(session.trial, budget=OF_ONE)
+    session.trial = session.trial.open_candidate()
     candidate = Candidate(len(session.candidates) + 1, side)
     session.candidates.append(candidate)
     session.save()
@@ -369,7 +369,7 @@ def open_candidate(session: Session, side: Side) -> Candidate:
 
 def leave_candidate(session: Session, candidate: Candidate) -> None:
     """Withdraw the candidate that is open, with its run that has not ended."""
-    session.state = session.state.withdraw_candidate()
+    session.trial = session.trial.withdraw_candidate()
     session.put_candidate(replace(candidate, verdict="discard", reason="It was left undecided."))
     for run in session.runs:
         if run.of == candidate.number and not run.status:

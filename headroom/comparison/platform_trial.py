@@ -1,5 +1,6 @@
-"""A session of many candidates that are judged one after another against a base that grows: the
-error budget that they share, and the state that survives a kill, as numbers for JSON.
+"""The numbers of a session of judgements: many candidates, one after another, against a base that
+they share, as in a platform trial (Woodcock & LaVange 2017). It has the error budget of all of
+them, and a state that survives a kill, as numbers for JSON.
 
 However many candidates are tried, the probability that any of them is kept though it is no better
 is at most the budget: each gets a level of its own, fixed by its number alone, and all levels add
@@ -69,7 +70,7 @@ class ErrorBudget:
 
 
 @dataclass(frozen=True)
-class JudgingSession:
+class PlatformTrial:
     """The runs of the base and of the candidate that is open, None where none is; the budget, and
     what groups that have ended have shown of the noise.
 
@@ -85,7 +86,7 @@ class JudgingSession:
     information: float = 0.0
     since_base: int = 0
 
-    def open_candidate(self) -> JudgingSession:
+    def open_candidate(self) -> PlatformTrial:
         """Return the session with a new candidate, which gets its level of the budget.
 
         Raises ValueError where another is open.
@@ -94,7 +95,7 @@ class JudgingSession:
             raise ValueError("a candidate is open; record its judgement first, or withdraw it")
         return replace(self, candidate=(), budget=self.budget.allot(), information=0.0)
 
-    def add_run(self, run: Measurement, of: Literal["base", "candidate"]) -> JudgingSession:
+    def add_run(self, run: Measurement, of: Literal["base", "candidate"]) -> PlatformTrial:
         """Return the session with one more run, the latest of all.
 
         Raises ValueError for a run of the base that is not finite, and for one of a candidate
@@ -126,20 +127,20 @@ class JudgingSession:
             information=self.information,
         )
 
-    def record(self, judgement: Judgement) -> JudgingSession:
+    def record(self, judgement: Judgement) -> PlatformTrial:
         """Return the session after a look: a candidate that is kept becomes the base with its runs,
         one that is discarded or refused is closed."""
         if judgement.verdict == "undecided":
             return replace(self, information=judgement.information)
         return self._replace_base() if judgement.verdict == "keep" else self.withdraw_candidate()
 
-    def withdraw_candidate(self) -> JudgingSession:
+    def withdraw_candidate(self) -> PlatformTrial:
         """Return the session without the candidate, also where it is undecided; its level stays
         spent, and its runs have shown of the noise what they have."""
         of_it = measure_candidate_noise(self.base, self.candidate or (), goal=self.goal)
         return replace(self, candidate=None, noise=self.noise + of_it, information=0.0)
 
-    def _replace_base(self) -> JudgingSession:
+    def _replace_base(self) -> PlatformTrial:
         noise = self.noise + measure_base_noise(self.base, goal=self.goal)
         if self.goal.design == "paired":
             return replace(self.withdraw_candidate(), base=self.candidate or ())
@@ -154,7 +155,7 @@ class JudgingSession:
         return state
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> JudgingSession:
+    def from_dict(cls, state: Mapping[str, Any]) -> PlatformTrial:
         """Return the session of such a state. Raises TypeError and KeyError for another."""
         runs = state["candidate"]
         return cls(

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from headroom.comparison.judging import JudgingSource, open_candidate
+from headroom.comparison.judging_source import JudgingSource, open_candidate
 from headroom.comparison.referee import close_session
 from headroom.comparison.session import (
     CannotJudge,
@@ -118,7 +118,7 @@ def test_seeds_are_the_sessions_and_no_two_runs_share_one(session: Session) -> N
 def test_a_kill_at_any_moment_loses_no_run(session: Session) -> None:
     judge(session, BETTER, draw(0.1), most_runs=3)
     again = read_session(session.folder)
-    assert again.runs == session.runs and again.state == session.state
+    assert again.runs == session.runs and again.trial == session.trial
     waiting = again.plan_run(0, None)
     again.save()
     again = read_session(again.folder)
@@ -137,7 +137,7 @@ def test_an_undecided_one_goes_on_or_makes_room(session: Session) -> None:
     assert session.open is not None and session.candidates[0].verdict == "undecided"
     judge(session, BETTER, draw(0.1))
     assert [one.verdict for one in session.candidates] == ["discard", "keep"]
-    assert session.state.budget.candidates == 2, "the share of the first stays spent"
+    assert session.trial.budget.candidates == 2, "the share of the first stays spent"
 
 
 def test_a_candidate_on_other_rows_is_refused_by_name(session: Session) -> None:

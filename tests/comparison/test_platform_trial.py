@@ -6,20 +6,20 @@ from random import Random
 
 import pytest
 
-from headroom.comparison.judging_session import ErrorBudget, JudgingSession
+from headroom.comparison.platform_trial import ErrorBudget, PlatformTrial
 from headroom.comparison.sequential_tests import Goal, Judgement, Measurement, NextRun
 
 LOSS = Goal()
 
 
-def make_session(*values: float, goal: Goal = LOSS) -> JudgingSession:
-    session = JudgingSession(goal)
+def make_session(*values: float, goal: Goal = LOSS) -> PlatformTrial:
+    session = PlatformTrial(goal)
     for at, value in enumerate(values):
         session = session.add_run(Measurement(value, at, float(at)), "base")
     return session
 
 
-def try_values(session: JudgingSession, *values: float) -> JudgingSession:
+def try_values(session: PlatformTrial, *values: float) -> PlatformTrial:
     for at, value in enumerate(values, 10):
         session = session.add_run(Measurement(value, at, float(at)), "candidate")
     return session
@@ -107,7 +107,7 @@ def test_a_base_in_turns_is_measured_after_two_other_runs() -> None:
 
 def test_a_night_goes_on_from_its_json_as_if_it_had_not_been_killed() -> None:
     def play(is_killed: bool) -> list[tuple[str, float]]:
-        draw, session = Random(0), JudgingSession(Goal("max", "log"))
+        draw, session = Random(0), PlatformTrial(Goal("max", "log"))
         found: list[tuple[str, float]] = []
         for number in range(12):
             session = session.open_candidate()
@@ -118,7 +118,7 @@ def test_a_night_goes_on_from_its_json_as_if_it_had_not_been_killed() -> None:
                 run = Measurement(draw.gauss(mean, 0.5), number, draw.random())
                 session = session.add_run(run, of)
                 if is_killed:
-                    session = JudgingSession.from_dict(json.loads(json.dumps(session.as_dict())))
+                    session = PlatformTrial.from_dict(json.loads(json.dumps(session.as_dict())))
                 judgement = session.judge()
                 session, verdict = session.record(judgement), judgement.verdict
                 found.append((verdict, judgement.p_value))
@@ -132,5 +132,5 @@ def test_a_night_goes_on_from_its_json_as_if_it_had_not_been_killed() -> None:
 def test_a_run_that_diverged_survives_strict_json() -> None:
     session = try_values(make_session(1.0, 1.1).open_candidate(), -math.inf)
     text = json.dumps(session.as_dict(), allow_nan=False)
-    assert JudgingSession.from_dict(json.loads(text)) == session
-    assert JudgingSession.from_dict(make_session(1.0).as_dict()) == make_session(1.0)
+    assert PlatformTrial.from_dict(json.loads(text)) == session
+    assert PlatformTrial.from_dict(make_session(1.0).as_dict()) == make_session(1.0)
