@@ -37,7 +37,9 @@ def _write_run(runs: Path, name: str, **start: Any) -> Path:
 
 def _ask(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main([*words, "--json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
+    answer = dict(json.loads(capsys.readouterr().out))
+    assert answer.pop("version") == 1
+    return answer
 
 
 def test_without_a_name_it_is_of_the_run_that_was_begun_or_gone_on_with_last(
