@@ -19,7 +19,6 @@ import pytest
 from ruamel.yaml import YAML
 from sqlalchemy import make_url
 
-from headroom.services.service import RETENTION
 from tests.conftest import free_port
 from tests.team import fill_environment, find_postgres_programs, run_postgres
 
@@ -148,12 +147,6 @@ def test_compose_takes_its_passwords_from_the_environment_and_refuses_without() 
                 assert "PASSWORD" not in value, (
                     "pasted into a URI it had to be of letters and digits"
                 )
-
-
-def test_prefect_forgets_old_flow_runs_in_compose_as_with_serve() -> None:
-    assert RETENTION.items() <= fill_environment("prefect").items()
-    for name in RETENTION:
-        assert fill_environment("prefect", **{name: "other"})[name] == "other"
 
 
 def test_a_password_of_any_characters_opens_the_databases_of_compose() -> None:

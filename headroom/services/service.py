@@ -45,7 +45,7 @@ RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has 
 MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits and waits
 START_S = 180.0  # a new database on a busy machine, with room to spare
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
-# Prefect keeps some 300 KiB of a flow run, for ever if it is not told otherwise; MLflow keeps the run.
+# Prefect keeps some 300 KiB of a flow run, for ever if not told otherwise; MLflow keeps the run.
 KEPT_S = 90 * 24 * 60 * 60
 RETENTION = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",

@@ -26,6 +26,7 @@ from headroom.services import parts, serve, service
 from headroom.services.parts import MARK, Part, ServeError, SettingError
 from headroom.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import free_port
+from tests.team import fill_environment
 
 SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
 ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
@@ -301,6 +302,12 @@ def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
     named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
     monkeypatch.setenv(named, "86400")
     assert service._make_environment(plan) == {**env, named: "86400"}
+
+
+def test_prefect_forgets_old_flow_runs_in_compose_as_with_serve() -> None:
+    assert service.RETENTION.items() <= fill_environment("prefect").items()
+    for name in service.RETENTION:
+        assert fill_environment("prefect", **{name: "other"})[name] == "other"
 
 
 def test_links_lead_to_the_public_addresses(
