@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -57,7 +57,14 @@ WIDER = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """The bytes that a training's tensors will take on the device at their peak."""
+    """The bytes that a training's tensors will take on the device at their peak.
+
+    layers: of `owners`, what lies in a module of the model: by the module's path, such as
+    "encoder.layers.3.attn", and there by owner: parameters, buffers, gradients, optimizer_state,
+    activations, and rest, which is what operations of the module took beside them. Each byte is
+    told of the innermost module alone; "" is the model itself. What no module is known of, such as
+    the loss and the batch, is in `owners` only.
+    """
 
     peak_bytes: int
     reserved_bytes: int | None  # the most that the allocator will hold; None where there is none
@@ -71,6 +78,7 @@ class Forecast:
     micro_batch: int  # rows
     note: str = ""  # what the forecast could not follow
     graphed: Forecast | None = None  # the same with steps replayed from a graph, where they may be
+    layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class UnforeseeableMemory(ValueError):
