@@ -208,8 +208,9 @@ def _render_markdown(report: Report, command: str) -> str:
         parts.append(f"### {section.title}")
         if section.lines:
             parts.append("\n".join(f"- {_escape_markup(line)}" for line in section.lines))
-        parts.extend(_render_markdown_table(block) for block in section.blocks)
-        parts.extend(_render_markdown_grid(grid) for grid in section.grids)
+        blocks, grids = section.split_for_pages()
+        parts.extend(_render_markdown_table(block) for block in blocks)
+        parts.extend(_render_markdown_grid(grid) for grid in grids)
     if command:
         ticks = max((len(run) for run in re.findall("`+", command)), default=0)
         fence = "`" * max(3, ticks + 1)
