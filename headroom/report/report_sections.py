@@ -158,7 +158,7 @@ def shorten_class_name(name: Any, limit: int) -> str:
 
 
 LEAKS_SHOWN = 6
-LAYER_LETTERS = 28  # of a layer's path, beside a bar
+LAYER_LETTERS = 40  # of a layer's path, beside a bar
 
 
 def make_memory_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:
@@ -205,7 +205,7 @@ def _make_layer_blocks(told: Mapping[str, Any], limit: int) -> list[Block]:
         (_shorten_path(group.label, LAYER_LETTERS), size)
         for group, size in zip(groups, sizes, strict=True)
     ]
-    title = "by layer, at the peak of a counted step"
+    title = "by layer, at the peak of a counted step"  # which may lie below the run's
     bars = make_bars(named, whole=sum(sizes), words=format_mebibytes)
     return [Block(title, bars, page=Grid(title, ("layer", *COLUMNS, "in all"), rows))]
 
