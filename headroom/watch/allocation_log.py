@@ -61,10 +61,14 @@ class OperationPlaces:
         # A backward runs in a thread of C++ on a GPU, with no Python on its stack.
         node = torch._C._current_autograd_node()
         if node is not None:
-            line, layer = self._forward.get(node._sequence_nr(), NOWHERE)
-            line = f"backward of {line}" if line else node.name()
+            known = self._forward.get(node._sequence_nr(), NOWHERE)
             again = self._find_layer(sys._getframe()) if self._paths else None
-            return Place(line, layer if again is None else again)
+            if again is not None:
+                known = Place(known.line, again)
+            if torch.is_grad_enabled():  # of a checkpoint: its own backward comes next
+                self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, known)
+            line = f"backward of {known.line}" if known.line else node.name()
+            return Place(line, known.layer)
         # Of an operation that will be differentiated the node was made just before it runs.
         number = torch.autograd._get_sequence_nr() - 1
         if not is_needed and number in self._forward:

@@ -4,6 +4,7 @@ and which tensors lie in them: parameters with their gradients and optimizer sta
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,14 @@ class Layers:
         for parameter, tensor in self._iterate_state():
             if id(parameter) in paths:
                 yield paths[id(parameter)], tensor
+
+    def find_failed(self, error: BaseException) -> str | None:
+        """Return the path of the innermost layer that the error came from; None where it was in
+        none."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        called = [one for one in frames if one.f_code is nn.Module._call_impl.__code__]
+        paths = [self.paths.get(id(one.f_locals["self"])) for one in called]
+        return next((path for path in reversed(paths) if path is not None), None)
 
 
 def iterate_state(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:

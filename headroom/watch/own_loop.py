@@ -653,7 +653,10 @@ class OwnLoop(Guarded, raising=ASKED):
             }.items():
                 ledger.own(owner, tensors)
             ledger.end_phase("loop")  # what is nobody's is not the failed phase's
+            layers = self.find_layers()
+            ledger.place(layers.iterate_tensors())
             ledger.note_failure()
+            ledger.failed_layer = layers.find_failed(error)
         return MemoryFailure(
             get_error_message(error),
             phase,
