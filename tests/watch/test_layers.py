@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.checkpoint import checkpoint
 
-from headroom.training.loop_forecast import forecast_model
 from headroom.watch.allocation_log import AllocationLog
-from headroom.watch.layers import Layers, describe_layers, iterate_state
+from headroom.watch.layers import Layers, iterate_state
 from headroom.watch.memory_by_owner import MemoryByOwner
 from headroom.watch.own_loop import OwnLoop
 
@@ -282,18 +281,3 @@ def test_a_loop_that_is_not_counted_looks_at_no_layer(monkeypatch: pytest.Monkey
     loop.close()
     assert loop.done == 4
     assert loop.accounts.describe_layers() == {}
-
-
-def test_a_forecast_has_the_same_layers_as_a_counted_step() -> None:
-    net = nn.Sequential(nn.Linear(64, 300), nn.Sigmoid(), nn.Linear(300, 10))
-    forecast = forecast_model(net, torch.empty(512, 64), on="24GiB").memory
-    told = describe_layers(forecast.owners, forecast.layers)
-    assert_sums(told)
-    assert set(told["layers"]) == {"0", "1", "2"}
-    block = 512  # of the allocator that is meant
-    # In the backward pass, with state from the steps before: weight and bias, each with two
-    # moments and a count.
-    weight, bias, count = FLOAT * 64 * 300, -(-FLOAT * 300 // block) * block, block
-    assert told["layers"]["0"]["parameters"] == weight + bias
-    assert told["layers"]["0"]["optimizer_state"] == 2 * (weight + bias + count)
-    assert told["layers"]["1"]["activations"] == FLOAT * 512 * 300
