@@ -135,7 +135,12 @@ def _print_forecast(request: Namespace) -> int:
     from rich.console import Console
 
     from headroom.run.preflight import BAD_INPUT
-    from headroom.training.gpu_fit import describe_fits, make_gpu_table, parse_gpu_sizes
+    from headroom.training.gpu_fit import (
+        describe_fits,
+        make_gpu_table,
+        make_layer_table,
+        parse_gpu_sizes,
+    )
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
@@ -153,7 +158,7 @@ def _print_forecast(request: Namespace) -> int:
     if request.json:
         print_answer(foreseen.describe())
     else:
-        Console().print(foreseen.make_table())
+        Console().print(foreseen.make_table(), make_layer_table(foreseen.memory))
     return 0 if foreseen.fits else 2
 
 
