@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,12 +66,12 @@ class OperationPlaces:
             again = self._find_layer(sys._getframe()) if self._paths else None
             if again is not None:
                 known = Place(known.line, again)
-            if torch.is_grad_enabled():  # of a checkpoint: its own backward comes next
-                self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, known)
+            if torch.is_grad_enabled():  # of a checkpoint, which has a backward of its own
+                self._forward.setdefault(_get_sequence_nr() - 1, known)
             line = f"backward of {known.line}" if known.line else node.name()
             return Place(line, known.layer)
         # Of an operation that will be differentiated the node was made just before it runs.
-        number = torch.autograd._get_sequence_nr() - 1
+        number = _get_sequence_nr() - 1
         if not is_needed and number in self._forward:
             return NOWHERE
         # No frame keeps itself: it would keep all that called it, and their tensors.

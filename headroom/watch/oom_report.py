@@ -160,7 +160,7 @@ class OomExplanation:
         failed_in = {phase.name: phase.failed_in for phase in PHASES if phase.failed_in}
         phase = {**failed_in, "sending": "sending of a batch"}.get(self.phase, self.phase)
         layer = f", in the layer {self.layer}" if self.layer else ""
-        return f"the {phase}{step}{layer}{batch}"
+        return f"the {phase}{step}{batch}{layer}"
 
     def _describe_tries(self) -> str:
         if not self.tried:
