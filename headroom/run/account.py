@@ -58,7 +58,7 @@ from headroom.watch.own_loop import (
 
 if TYPE_CHECKING:
     from headroom.training.loop_forecast import LoopForecast
-    from headroom.training.protected_step import ProtectedStep
+    from headroom.training.protected_step import ProtectedStep, TakePass
 
 log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
@@ -68,7 +68,7 @@ BLOCKS = 32  # contexts of phases that are kept: a loop that makes up names make
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
-class Account(Recording, Guarded, raising=("begin", "forecast")):
+class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes")):
     """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         self._owner: Any = None  # weakly, what may still log when the run has ended
         self._is_over = self._is_full = self._is_owed = self._is_within = self._is_lost = False
         self._is_lacking = False  # MLflow lacks what was logged since the end
-        self.protected: list[ProtectedStep] = []  # whose batches may be taken in parts
+        self._protected: list[ProtectedStep] = []  # whose batches may be taken in parts
 
     def __enter__(self) -> Self:
         """Begin the run, if nobody has."""
@@ -226,14 +226,18 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
                 that are not skipped. It may be called several times for a batch.
             backward: Goes back from a loss: accelerator.backward, or one with a GradScaler.
         """
-        from headroom.training.protected_step import ProtectedStep, make_pass
+        from headroom.training.protected_step import make_pass
 
         of_loss = {"compute": compute} if isinstance(compute, nn.Module) else {}
-        step = ProtectedStep(
-            make_pass(compute, backward), self.loop, tell=self._doubt, beside=of_loss
-        )
-        self.protected.append(step)
-        return step.call
+        return self.protect_passes(make_pass(compute, backward), beside=of_loss).call
+
+    def protect_passes(self, take: TakePass, **arguments: Any) -> ProtectedStep:
+        """Return what takes these passes, as `protect` does. arguments: of ProtectedStep."""
+        from headroom.training.protected_step import ProtectedStep
+
+        step = ProtectedStep(take, self.loop, tell=self._doubt, **arguments)
+        self._protected.append(step)
+        return step
 
     def _doubt(self, text: str) -> None:
         """Keep what a person should doubt, and say it now."""
@@ -511,7 +515,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
-        for step in self.protected:
+        for step in self._protected:
             self._found.summary |= step.make_metrics()
             self._found.tags |= step.make_tags()
         by_rank = exchange_phases(select_phases(self._found.summary), turn=self._turn)

@@ -75,10 +75,15 @@ class ProtectedStep:
         tell: Callable[[str], None],
         beside: Mapping[str, Any] | None = None,
         ignored: Set[str] = frozenset(),
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         """take: the passes of a batch. loop: knows its models and optimizers. tell: hears why
         parts of a batch are not taken. beside: what has state beside the models, by name. ignored:
-        attributes of the models by which a framework knows them."""
+        attributes of the models by which a framework knows them. begin: is called before each
+        attempt, of which an earlier one came to nothing."""
+        self.shares: list[float] = [1.0]  # of the batch that was taken last, by part
+        self.factor = 1.0  # by which all of it was multiplied in the end
+        self._begin = begin
         self._take, self._loop, self._tell = take, loop, tell
         self._beside, self._ignored = dict(beside or {}), ignored
         self.refusal = ""  # why batches are taken whole, come what may
@@ -170,6 +175,8 @@ class ProtectedStep:
         return self._take_parts(parts, self._rule)
 
     def _take_plainly(self, batch: Any) -> Tensor | None:
+        self._begin()
+        self.shares, self.factor = [1.0], 1.0
         self._take(batch, self._keep_loss)
         loss, self._loss = self._loss, None
         return loss
@@ -180,6 +187,8 @@ class ProtectedStep:
 
     def _take_whole(self, batch: Any) -> Tensor | None:
         self._share = None
+        self._begin()
+        self.shares, self.factor = [1.0], 1.0
         try:
             self._take(batch, self._weigh)
         except BaseException:
@@ -218,6 +227,7 @@ class ProtectedStep:
         rows = [nested.count_rows(part) for part in parts]
         assert self.micro is not None
         begun = self.micro.keep_slots()
+        self._begin()
         adder = _PartAdder(rule, rows)
         try:
             for i, part in enumerate(parts):
@@ -225,7 +235,8 @@ class ProtectedStep:
                     begun.restore(but=rule.adding)
                 with nullcontext() if repeat is None else repeat(i):
                     self._take_part(part, adder)
-            loss, factor = adder.finish()
+            loss, self.factor = adder.finish()
+            self.shares = adder.make_shares()
             if seen is not None:
                 seen += adder.seen
         except BaseException:
@@ -233,7 +244,7 @@ class ProtectedStep:
             self._loss = None
             self._loop.drop_pass()
             raise
-        self._gradients.join(factor)
+        self._gradients.join(self.factor)
         return loss
 
     def _take_part(self, part: Any, adder: _PartAdder) -> None:
@@ -384,6 +395,11 @@ class _PartAdder:
             return self._losses[0], 1.0
         loss = torch.stack([x * (n / total) for n, x in counted]).sum()
         return loss, (self._unit or total) / total
+
+    def make_shares(self) -> list[float]:
+        """Return how much of the batch each part was."""
+        weights = self._rows if self.rule.kind == "sum" else self._weights
+        return [weight / (sum(weights) or 1.0) for weight in weights]
 
     def _is_alike(self, watch: CountWatch) -> bool:
         return len(watch.counts) == self.rule.of
@@ -570,7 +586,8 @@ class _Trial:
 
     def _refuse_strangers(self, loss: Tensor) -> None:
         """Raise NotProven where the loss has a gradient for what nobody knows."""
-        known = {id(p) for p in self._gradients.parameters}
+        known, rows = {id(p) for p in self._gradients.parameters}, sum(self._sizes)
+        known |= self._micro.list_given()
         waiting: list[Any] = [loss.grad_fn]
         seen: set[Any] = set()
         while waiting:
@@ -580,7 +597,10 @@ class _Trial:
             seen.add(node)
             waiting += [inner for inner, _ in node.next_functions]
             leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
+            if leaf is None or id(leaf) in known:
+                continue
+            is_input = leaf.dim() > 0 and len(leaf) == rows  # as of a penalty on gradients
+            if isinstance(leaf, nn.Parameter) or not is_input:
                 raise NotProven(
                     f"it has gradients for a tensor of shape {tuple(leaf.shape)} that belongs to "
                     "no model or optimizer that the account watches"
@@ -737,6 +757,10 @@ class _PartSizes(MicroBatches):
         """Let the next numbers that are drawn be those that the batch began with."""
         assert self._begun is not None
         self._restore_draws(self._begun)
+
+    def list_given(self) -> set[int]:
+        """Return the tensors of the batch, by their ids."""
+        return {id(tensor) for tensor in nested.find_tensors(self._batch)}
 
     def start_again(self) -> None:
         """Go back to where this batch began, if it has begun."""
