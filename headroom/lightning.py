@@ -38,12 +38,13 @@ class HeadroomCallback(Adapter, Callback):
         the Trainer."""
         super().__init__(**arguments)
         self._protects = protect
+        self._protected: ProtectedOptimization | None = None  # that of this `fit`
         self._seen: dict[str, Any] = {}  # metrics as they were logged last
 
     def __getstate__(self) -> dict[str, Any]:
         # Lightning gives its callbacks these methods of the module at `fit`, and again.
         kept = {k: v for k, v in super().__getstate__().items() if k not in ("log", "log_dict")}
-        return {**kept, "_seen": {}}
+        return {**kept, "_seen": {}, "_protected": None}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the run: the module is on its device, with its optimizers."""
@@ -144,6 +145,7 @@ class HeadroomCallback(Adapter, Callback):
         """End the run."""
         if self.run is not None:
             self._end_checkpoint()
+            self._unprotect()
             self.run.end()
 
     def on_exception(
@@ -151,18 +153,25 @@ class HeadroomCallback(Adapter, Callback):
     ) -> None:
         """End the run by this error."""
         if self.run is not None:
+            self._unprotect()
             is_signal = isinstance(exception, SIGTERMException)
             self.run.end(Terminated(143) if is_signal else exception)
 
     def _protect(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.run is not None
         if pl_module.automatic_optimization:
-            ProtectedOptimization(self.run, trainer).attach()
+            self._protected = ProtectedOptimization(self.run, trainer)
+            self._protected.attach()
         else:
             self.run.warn(
                 "protect: batches are taken whole, and errors are left as they come: this module "
                 "goes backward itself; let it wrap that in `run.protect`"
             )
+
+    def _unprotect(self) -> None:
+        if self._protected is not None:
+            self._protected.detach()
+        self._protected = None
 
     def _wait(self) -> None:
         if self.run is not None:
@@ -203,7 +212,7 @@ class ProtectedOptimization:
     fit. What a module logs is that of the batch."""
 
     def __init__(self, run: Account, trainer: Trainer) -> None:
-        self._run, self._trainer = run, trainer
+        self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._make_closure = self._loop._make_closure
         self.step = run.protect_passes(self._take, ignored=_KNOWN_BY, begin=self._begin)
@@ -212,15 +221,15 @@ class ProtectedOptimization:
         self._logged: list[list[LoggedValue]] = []  # by each of them
 
     def attach(self) -> None:
-        """Make the closures from now on, until the run has ended."""
+        """Make the closures from now on."""
         self._loop._make_closure = self._make_protected
 
+    def detach(self) -> None:
+        """Leave the closures to Lightning."""
+        vars(self._loop).pop("_make_closure", None)
+
     def _make_protected(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        closure = self._make_closure(kwargs, optimizer, batch_idx)
-        if self._run.run:  # it has ended
-            del self._loop._make_closure
-            return closure
-        return ProtectedClosure(self, closure, kwargs)
+        return ProtectedClosure(self, self._make_closure(kwargs, optimizer, batch_idx), kwargs)
 
     def take(self, closure: ProtectedClosure) -> ClosureResult:
         """Return the result of this closure's step, gone backward from."""

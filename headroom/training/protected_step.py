@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -44,9 +44,15 @@ from headroom.watch.own_loop import OwnLoop
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 B = TypeVar("B")
-# Called between the forward and the backward pass, with the loss and what it is the mean over, if
-# that was told; returns what to go back from.
-Weigh = Callable[[Tensor, Any], Tensor]
+
+
+class Weigh(Protocol):
+    """Weighs the loss of a part, between its forward and its backward pass."""
+
+    def __call__(self, loss: Tensor, weight: Any = None) -> Tensor:
+        """Return what to go backward from. weight: what the loss is the mean over, if told."""
+
+
 TakePass = Callable[[Any, Weigh], None]  # forward, weigh and backward, of a batch or of a part
 ROWS = 6  # that prove how the loss of a batch comes of its parts: as a whole, and as 1 + 2 + 3
 LEARN = 3  # calls after which it is known whether a step draws from Python's or numpy's numbers
@@ -708,6 +714,8 @@ class _PartSizes(MicroBatches):
 
         Raises NotProven, with the state as it began, and whatever attempt raises."""
         whole = nested.count_rows(batch)
+        if whole == 1:
+            return attempt(batch, whole)
         if whole > self._whole:
             self.rows, self._whole = whole if self.rows == self._whole else self.rows, whole
         finder = self.make_finder() if self._learnt is None else None
@@ -797,6 +805,8 @@ class _PartSizes(MicroBatches):
         raise lost
 
     def _attempt_watched(self, attempt: Callable[[], T], text: str, *, phase: str, batch: Any) -> T:
+        if not nested.count_rows(batch):
+            self._prove(batch)
         done = attempt()  # or else the error goes on as it comes
         self.recovered += 1
         return done
