@@ -174,7 +174,8 @@ class ProtectedStep:
 
     def _attempt(self, batch: Any, rows: int) -> Tensor | None:
         """Return the loss of the batch, in parts of so many rows."""
-        whole = nested.count_rows(batch)
+        assert self.micro is not None
+        whole = self.micro.batch_rows
         if self._rule is None or rows >= whole:
             return self._take_whole(batch)
         parts = nested.split_batch(batch, rows, whole=whole)
@@ -705,6 +706,7 @@ class _PartSizes(MicroBatches):
         )
         self._prove, self._ignored = prove, ignored
         self._batch: Any = None
+        self.batch_rows = 0  # of this batch
         self._begun: AttemptState | None = None
         self._draws_python, self._fits = False, 0
         self._learnt: StateChanges | None = None  # what a pass changes
@@ -713,7 +715,7 @@ class _PartSizes(MicroBatches):
         """Return what `attempt(batch, rows)` returns, for the largest number of rows that fits.
 
         Raises NotProven, with the state as it began, and whatever attempt raises."""
-        whole = nested.count_rows(batch)
+        self.batch_rows = whole = nested.count_rows(batch)
         if whole == 1:
             return attempt(batch, whole)
         if whole > self._whole:
