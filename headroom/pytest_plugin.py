@@ -59,6 +59,7 @@ class Limits:
     within: float = WITHIN
 
 
+_PROBLEM = pytest.StashKey[str]()
 _STEP = pytest.StashKey["StepCheck"]()
 _TESTS = pytest.StashKey[dict[str, list[str]]]()  # the names in a file of tests, by its path
 
@@ -94,15 +95,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _read_marker_of(item)
         except ValueError as error:
             problems.append(f"{item.nodeid}: {error}")
-    if problems:
+            item.stash[_PROBLEM] = str(error)
+    # A worker of pytest-xdist that refuses its tests dies, and its session with an internal error:
+    # there each of these tests fails.
+    if problems and not hasattr(config, "workerinput"):
         raise pytest.UsageError("\n".join(problems))
     # A test that was asked for by its name has not all others of its file beside it.
-    if config.getoption(OPTION) and not _is_partial(config):
+    if config.getoption(OPTION, False) and not _is_partial(config):
         tests = config.stash[_TESTS]
         for item in items:
             tests.setdefault(str(item.path), []).append(_name_test(item))
         if hasattr(config, "workeroutput"):
             config.workeroutput[COLLECTED] = tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test whose marker nobody could keep to."""
+    if problem := item.stash.get(_PROBLEM, ""):
+        pytest.fail(problem, pytrace=False)
 
 
 def _is_partial(config: pytest.Config) -> bool:
@@ -186,7 +197,7 @@ class StepCheck:
         self.shrunk = ""
         self.is_used = False
         self._limits = limits
-        self._is_update = item.config.getoption(OPTION)
+        self._is_update = item.config.getoption(OPTION, False)
         file = os.path.relpath(item.path, item.config.invocation_params.dir)
         nodeid = f"{file}::{item.nodeid.partition('::')[2]}"
         self._command = f"pytest {OPTION} {shlex.quote(nodeid)}"
@@ -225,7 +236,7 @@ class StepCheck:
                 gpu = gpu_fit.make_absent_gpu(0)
                 forecast, assumed = loop_forecast.forecast_step(step, gpu, is_portable=True)
         except ValueError as error:  # ConfigError, SnapshotError, UnforeseeableMemory
-            pytest.fail(f"memory: {error}", pytrace=False)
+            raise pytest.fail.Exception(f"memory: {error}", pytrace=False) from None
         now = StepSnapshot(
             peak_bytes=forecast.peak_bytes,
             phase=forecast.phase,
@@ -235,33 +246,38 @@ class StepCheck:
             batch=list_shapes(nested.find_named_tensors(batch, "batch")),
             torch=torch.__version__.partition("+")[0],
         )
+        before = kept.get(self.name)
         problems = gpu_fit.find_misfits(forecast.needed_bytes, self._limits.sizes_mib)
-        problems += self._list_problems(kept.get(self.name), now)
-        if problems:
-            notes = (f"assumed: {assumed}" if assumed else "", forecast.note)
-            table = make_table(kept.get(self.name), now)
-            text = "\n".join((*problems, "", table, *filter(None, notes)))
-            pytest.fail(f"memory: {text}", pytrace=False)
+        problems += self._find_excess(now)
+        change = self._compare(before, now)
+        if problems or change:
+            # Where a limit is passed, nothing is written.
+            remedy = "" if problems else f"to keep what a step takes now: {self._command}"
+            notes = (f"assumed: {assumed}" if assumed else "", forecast.note, remedy)
+            lines = (*problems, change, "\n" + make_table(before, now), *notes)
+            pytest.fail("memory: " + "\n".join(filter(None, lines)), pytrace=False)
         self.taken = now
         return forecast
 
-    def _list_problems(self, before: StepSnapshot | None, now: StepSnapshot) -> list[str]:
-        limits, problems = self._limits, []
-        if limits.at_most_mib is not None and now.peak_bytes > limits.at_most_mib * MIB:
-            problems.append(
-                f"a step takes {format_mebibytes(now.peak_bytes / MIB)} at its peak, which may be "
-                f"at most {format_mebibytes(limits.at_most_mib)}"
-            )
+    def _find_excess(self, now: StepSnapshot) -> list[str]:
+        """Return the sentence that the peak is higher than the marker allows, if it is."""
+        most_mib, peak_mib = self._limits.at_most_mib, now.peak_bytes / MIB
+        if most_mib is None or peak_mib <= most_mib:
+            return []
+        return [
+            f"a step takes {format_mebibytes(peak_mib)} at its peak, which may be at most "
+            f"{format_mebibytes(most_mib)}"
+        ]
+
+    def _compare(self, before: StepSnapshot | None, now: StepSnapshot) -> str:
+        """Return what is wrong by the snapshot; empty where nothing is, or it is written anew."""
         if self._is_update:
-            return problems
+            return ""
         if before is None:
-            problems.append(f"{NAME} has no snapshot of this test; write it: {self._command}")
-        elif growth := describe_growth(before, now, within=limits.within):
-            problems.append(f"{growth}; if that is meant: {self._command}")
-        else:
-            shrinking = describe_shrinking(before, now, within=limits.within)
-            self.shrunk = f"{shrinking}; {self._command}" if shrinking else ""
-        return problems
+            return f"{NAME} has no snapshot of this test"
+        if shrinking := describe_shrinking(before, now, within=self._limits.within):
+            self.shrunk = f"{shrinking}; {self._command}"
+        return describe_growth(before, now, within=self._limits.within)
 
 
 @pytest.fixture
@@ -321,7 +337,7 @@ class SnapshotWriter:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the snapshots, where that was asked for."""
-        if not self._config.getoption(OPTION):
+        if not self._config.getoption(OPTION, False):
             return
         tests = {Path(file): names for file, names in self._config.stash[_TESTS].items()}
         beside = {file.parent / NAME for file in tests}

@@ -4,7 +4,8 @@ leave to a process, and the tables that tell it. It refuses names that it does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -70,6 +71,18 @@ def parse_gpu_sizes(text: str, *, setting: str = "--for") -> dict[str, float]:
     return sizes
 
 
+def parse_asked_sizes(
+    listed: str | None, required: Sequence[str]
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the MiB of each GPU of --for and --require, and the names that are required. Where
+    neither names one, those that are usual. Raises ConfigError."""
+    needed = parse_gpu_sizes(",".join(required), setting="--require") if required else {}
+    if listed is None and not needed:
+        listed = ",".join(USUAL_GPUS)
+    others = {} if listed is None else parse_gpu_sizes(listed)
+    return {**others, **needed}, tuple(needed)
+
+
 def find_misfits(needed_bytes: int, sizes_mib: Mapping[str, float]) -> list[str]:
     """Return a sentence for each of these GPUs that a step does not fit."""
     rooms = {name: _count_room_bytes(size) for name, size in sizes_mib.items()}
@@ -107,10 +120,29 @@ def make_absent_gpu(size_mib: float) -> DeviceFacts:
     )
 
 
-def describe_fits(gpus: Mapping[str, GpuFit]) -> dict[str, Any]:
-    """Return the answer for a program: if it fits any of them, and each by its name."""
+def describe_fits(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> dict[str, Any]:
+    """Return the answer for a program: if it fits all that are required, or any where none is; and
+    each by its name."""
     by_name = {name: {"fits": gpu.fits, **asdict(gpu)} for name, gpu in gpus.items()}
-    return {"fits": any(gpu.fits for gpu in gpus.values()), "gpus": by_name}
+    return {"fits": _is_well(gpus, required), "required": list(required), "gpus": by_name}
+
+
+def conclude_fits(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> int:
+    """Return the exit code: 0 where it fits all that are required, or any where none is; else 1,
+    with a sentence on stderr, or 2."""
+    for name in required:
+        if not gpus[name].fits:
+            sentence = describe_misfit(name, gpus[name].needed_mib, gpus[name].room_mib)
+            print(f"--require: {sentence}", file=sys.stderr)
+    if _is_well(gpus, required):
+        return 0
+    return 1 if required else 2
+
+
+def _is_well(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> bool:
+    if required:
+        return all(gpus[name].fits for name in required)
+    return any(gpu.fits for gpu in gpus.values())
 
 
 def make_gpu_table(gpus: Mapping[str, GpuFit], rows: int) -> Table:

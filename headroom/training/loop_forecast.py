@@ -295,6 +295,9 @@ def make_step(
     autocast: torch.dtype | None,
 ) -> LoopStep:
     """Return the step that a call describes: see forecast_model. Raises ConfigError."""
+    if not callable(model):
+        shown = make_printable(repr(model), limit=60)
+        raise ConfigError(f"model: is a module, or a function that makes one (got {shown})")
     if isinstance(optimizer, str):
         try:
             optimizer = find_optimizer(optimizer)
@@ -329,10 +332,10 @@ def forecast_own_step(
     optimizer_args: Sequence[str],
     loss: str | None,
     autocast: str | None,
-    gpus: str,
+    sizes_mib: Mapping[str, float],
 ) -> LoopForecast:
     """Return the forecast of a step of somebody else's loop. model, loss: import paths. batch: of
-    each input, as `[NAME=]SHAPE[:DTYPE]`. Raises ConfigError."""
+    each input, as `[NAME=]SHAPE[:DTYPE]`. sizes_mib: of the GPUs. Raises ConfigError."""
     make = partial(import_callable, refusal=ConfigError)
     for name, path in (("MODULE:NAME", model), ("--loss", loss)):
         if path and not is_import_path(path):
@@ -352,7 +355,7 @@ def forecast_own_step(
         autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast or ""),
     )
     try:
-        return forecast_loop(step, parse_gpu_sizes(gpus))
+        return forecast_loop(step, sizes_mib)
     except UnforeseeableMemory as error:
         raise ConfigError(f"{model}: {error}") from None
 

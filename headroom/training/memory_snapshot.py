@@ -127,10 +127,7 @@ def describe_growth(before: StepSnapshot, now: StepSnapshot, *, within: float) -
     empty where it does not."""
     if now.tensor_bytes <= before.tensor_bytes * (1 + within):
         return ""
-    return (
-        f"a step takes {_describe_change(before, now)} than its snapshot, which may be "
-        f"{100 * within:g} %"
-    )
+    return f"{_describe_change(before, now)} (allowed: {100 * within:g} %)"
 
 
 def describe_shrinking(before: StepSnapshot, now: StepSnapshot, *, within: float) -> str:
@@ -138,27 +135,25 @@ def describe_shrinking(before: StepSnapshot, now: StepSnapshot, *, within: float
     where it does not."""
     if now.tensor_bytes >= before.tensor_bytes * (1 - within):
         return ""
-    return f"a step takes {_describe_change(before, now)} than its snapshot"
+    return _describe_change(before, now)
 
 
 def _describe_change(before: StepSnapshot, now: StepSnapshot) -> str:
     was, is_now = before.tensor_bytes, now.tensor_bytes
     word = "more" if is_now > was else "less"
     share = f"{100 * abs(is_now - was) / was:.3g} % " if was else ""
-    sizes = f"its tensors hold {_format(is_now)}, before {_format(was)}"
-    return f"{share}{word} ({sizes})"
+    sizes = f"its tensors take {_format(is_now)}, before {_format(was)}"
+    return f"a step takes {share}{word} than its snapshot: {sizes}"
 
 
 def make_table(before: StepSnapshot | None, now: StepSnapshot) -> str:
     """Return what a step takes by owner and phase, beside what it took by its snapshot, where there
     is one; then also the layers that have changed most, and what else is different."""
     then = before or now
-    rows = [("peak", then.peak_bytes, now.peak_bytes)]
-    for title, was, is_now in (
-        ("by owner, at the peak", then.owners, now.owners),
-        ("by phase, the most of each", then.phases, now.phases),
-    ):
-        rows += [(title, -1, -1), *_list_rows(was, is_now)]
+    rows = [(f"peak, in {now.phase}", then.peak_bytes, now.peak_bytes)]
+    owners = sorted(_pair(then.owners, now.owners), key=lambda row: (-max(row[1:]), row[0]))
+    rows += [("by owner, at the peak", -1, -1), *owners]
+    rows += [("by phase, the most of each", -1, -1), *_pair(then.phases, now.phases)]
     if before is None:
         return "\n".join(_align([(name, _format(size)) for name, _, size in rows], header=()))
     layers = _list_changed_layers(before, now)
@@ -168,29 +163,27 @@ def make_table(before: StepSnapshot | None, now: StepSnapshot) -> str:
     lines = _align(cells, header=("", "before", "now", "change"))
     for name in ("phase", "batch", "torch"):
         if getattr(before, name) != getattr(now, name):
-            words = {"phase": "the peak lies in", "batch": "the batch is", "torch": "PyTorch is"}
-            lines.append(f"{words[name]} {getattr(now, name)}, before {getattr(before, name)}")
+            words = {"phase": "the peak lies in ", "torch": "PyTorch "}.get(name, "")
+            lines.append(f"{words}{getattr(now, name)}, before {getattr(before, name)}")
     return "\n".join(lines)
 
 
-def _list_rows(was: Mapping[str, int], is_now: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Return name, bytes before and bytes now, the largest first."""
-    rows = [(name, was.get(name, 0), is_now.get(name, 0)) for name in {**is_now, **was}]
-    return [(f"  {n}", a, b) for n, a, b in sorted(rows, key=lambda row: (-max(row[1:]), row[0]))]
+def _pair(was: Mapping[str, int], is_now: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Return each name with its bytes before and now."""
+    return [(f"  {name}", was.get(name, 0), is_now.get(name, 0)) for name in {**is_now, **was}]
 
 
 def _list_changed_layers(before: StepSnapshot, now: StepSnapshot) -> list[tuple[str, int, int]]:
-    was, is_now = ({k: sum(v.values()) for k, v in one.layers.items()} for one in (before, now))
-    changed = [
-        (name or "(the model itself)", was.get(name, 0), is_now.get(name, 0))
-        for name in {**is_now, **was}
-        if was.get(name, 0) != is_now.get(name, 0)
-    ]
+    was, is_now = (
+        {name or "(the model itself)": sum(owners.values()) for name, owners in one.layers.items()}
+        for one in (before, now)
+    )
+    changed = [row for row in _pair(was, is_now) if row[1] != row[2]]
     changed.sort(key=lambda row: (-abs(row[2] - row[1]), row[0]))
-    rows = [(f"  {name}", a, b) for name, a, b in changed[:MOST_LAYERS]]
-    if others := changed[MOST_LAYERS:]:
-        name = f"  {len(others)} more"
-        rows.append((name, sum(a for _, a, _ in others), sum(b for _, _, b in others)))
+    rows, others = changed[:MOST_LAYERS], changed[MOST_LAYERS:]
+    if others:
+        sums = sum(row[1] for row in others), sum(row[2] for row in others)
+        rows.append((f"  {len(others)} more", *sums))
     return rows
 
 
