@@ -44,6 +44,7 @@ SLOW = (
     "test_chaos",
     "flows/test_compare",
     "flows/test_judge",
+    "flows/test_memory_as_a_test",
     "flows/test_json_answers",
     "flows/test_runs",
     "flows/test_retry",

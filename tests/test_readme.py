@@ -88,6 +88,7 @@ class Clone(NamedTuple):
             "PYTHONPATH": str(self.folder),  # as where it is installed: also from another folder
             "MPLCONFIGDIR": os.environ["MPLCONFIGDIR"],
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTEST_PLUGINS": "headroom.pytest_plugin",  # also where an older one is installed
             "TESTS_WARM_KIND": "torch",  # of `python -c`
             **({} if self.done else {"TESTS_COLD": "1"}),  # the first imports all itself
         }

@@ -136,21 +136,24 @@ def _print_forecast(request: Namespace) -> int:
 
     from headroom.run.preflight import BAD_INPUT
     from headroom.training.gpu_fit import (
+        conclude_fits,
         describe_fits,
         make_gpu_table,
         make_layer_table,
+        parse_asked_sizes,
         parse_gpu_sizes,
     )
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
-        if request.elsewhere is not None:
-            gpus = forecast_on_gpus(request.config, parse_gpu_sizes(request.elsewhere))
+        if request.elsewhere is not None or request.required:
+            sizes, required = parse_asked_sizes(request.elsewhere, request.required)
+            gpus = forecast_on_gpus(request.config, sizes)
             if request.json:
-                print_answer(describe_fits(gpus))
-                return 0 if any(gpu.fits for gpu in gpus.values()) else 2
-            Console().print(make_gpu_table(gpus, request.config.train.batch_size))
-            return 0 if any(gpu.fits for gpu in gpus.values()) else 2
+                print_answer(describe_fits(gpus, required))
+            else:
+                Console().print(make_gpu_table(gpus, request.config.train.batch_size))
+            return conclude_fits(gpus, required)
         foreseen = forecast_memory(request.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)

@@ -88,6 +88,10 @@ class Forecast:
     graphed: Forecast | None = None  # the same with steps replayed from a graph, where they may be
     layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
+    @property
+    def peak_mib(self) -> float:
+        return self.peak_bytes / MIB
+
 
 class UnforeseeableMemory(ValueError):
     """The memory cannot be forecast: a model or a loss of the user's own that can't run
@@ -122,12 +126,15 @@ class DryRun:
     owners at the highest peak, and every allocation in its order. What is counted is computed while
     it is entered."""
 
-    def __init__(self, facts: DeviceFacts) -> None:
-        """facts: of the device that is meant, which need not be here."""
-        self.device = _choose_device(torch.device(facts.name))  # that the tensors say they are on
+    def __init__(self, facts: DeviceFacts, *, is_portable: bool = False) -> None:
+        """facts: of the device that is meant, which need not be here. is_portable: count as where
+        no GPU is, whose kernels differ from one to the next, so that all machines count the same.
+        """
+        # That the tensors say they are on.
+        self.device = torch.device("cpu") if is_portable else _choose_device(facts)
         self.parameter_bytes = 0
         self._facts = facts
-        self._scratch = make_scratch_counter(torch.device(facts.name))
+        self._scratch = make_scratch_counter(self.device)
         self._events: list[AllocatorEvent] = []
         self._log = AllocationLog(
             self.device,
@@ -136,8 +143,9 @@ class DryRun:
             record_event=self._events.append,
         )
         # Bytes, by the phase after which the first product of matrices takes them.
-        self._workspaces = list_workspaces(facts)
+        self._workspaces = list_workspaces(facts, is_here=self.device.type == "cuda")
         self._due: list[int] = []
+        self._libraries_bytes = 0
         self._trained: int | None = None  # of the events, those before the last evaluation
         self._marks: list[tuple[str, int]] = []  # phases, and the events by then
         self._phases: dict[str, int] = {}
@@ -228,17 +236,11 @@ class DryRun:
     def make_forecast(self, rows: int) -> Forecast:
         """Return the memory of all that was counted so far. rows: of a micro-batch."""
         is_pooled = self._facts.kind in POOLED
-        libraries_bytes = sum(map(sum, list_workspaces(self._facts).values()))
-        phases = {
-            phase: most + (0 if phase == SETUP else libraries_bytes)
-            for phase, most in self._phases.items()
-        }
-        if is_pooled:
-            phases = self._count_blocks()
+        phases = self._count_blocks() if is_pooled else dict(self._phases)
         phase = max(phases, key=lambda name: phases[name])
         owners = dict(self._owners)
-        if libraries_bytes:
-            owners[LIBRARIES] = owners.get(LIBRARIES, 0) + libraries_bytes
+        if self._libraries_bytes:
+            owners[LIBRARIES] = owners.get(LIBRARIES, 0) + self._libraries_bytes
         beside_bytes = phases[phase] - sum(owners.values())  # in blocks, and in no tensor
         if beside_bytes > 0:
             owners[REST] = owners.get(REST, 0) + beside_bytes
@@ -301,12 +303,14 @@ class DryRun:
         if self._due and is_product:
             for size in self._due:  # below 0: no name of the log's
                 self._events.append(AllocateEvent(-1 - len(self._events), size))
+                self._libraries_bytes += size
             self._due = []
         return self._scratch(func, args)
 
 
-def _choose_device(device: torch.device) -> torch.device:
+def _choose_device(facts: DeviceFacts) -> torch.device:
     """Return the device itself, or the CPU where autograd would not know one of that kind."""
+    device = torch.device(facts.name)
     here = torch.accelerator.current_accelerator(check_available=True)
     return device if here is not None and here.type == device.type else torch.device("cpu")
 
@@ -330,12 +334,11 @@ def fake_model(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def list_workspaces(device: DeviceFacts) -> dict[str, list[int]]:
+def list_workspaces(device: DeviceFacts, *, is_here: bool) -> dict[str, list[int]]:
     """Return the bytes that libraries are known to keep, by the phase after which a thread
     multiplies its first matrices; none on devices of which nothing is known."""
     if device.kind != "cuda":
         return {}
-    is_here = torch.cuda.is_available()
     newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
     usual_bytes = HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES
     cublas_bytes = read_cublas_workspace_bytes() or usual_bytes
