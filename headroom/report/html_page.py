@@ -73,8 +73,13 @@ _WITHIN = f"""
   --line: color-mix(in srgb, currentColor 22%, transparent); --bar: #0072b2; --good: #00704f;
   --bad: #b3261e; --warn: #8a5a00;
 {_PARTS}
-.h1, .h2 {{ font-weight: 600; }} .h1 {{ font-size: 1.25rem; }} .h2 {{ margin-top: 1rem; }}
-table {{ table-layout: auto; border: none; }} & tr:nth-child(n) {{ background: none; }}
+.h1, .h2 {{ font-weight: 600; }} .h1 {{ font-size: 1.25rem; }}
+.h2 {{ margin: .6rem 0 .2rem; padding-top: .4rem; font-size: .95rem; }}
+.facts {{ font-size: 1rem; }} .runs th:not(.n) {{ text-align: left; }}
+.blocks {{ grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 2rem; }}
+table {{ margin: .3rem 0; font-size: .88rem; }} summary {{ margin-top: .3rem; }}
+table {{ table-layout: auto; border: none; }} ul {{ margin: .2rem 0; padding-left: 1.2rem; }}
+& tr:nth-child(n) {{ background: none; }}
 td, th {{ line-height: inherit; max-width: none; }}
 pre {{ background: none; color: inherit; }}
 }}
