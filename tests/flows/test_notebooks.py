@@ -203,7 +203,7 @@ def test_a_run_lives_through_errors_of_later_cells_and_leaves_nothing_in_the_not
 
 
 def test_the_report_is_shown_in_the_cell_once(kernel: Kernel) -> None:
-    kernel.run(f"with account(run_name='shown') as run:\n    {BEGIN.format('x').split()[0]} = 1\n")
+    kernel.run("with account(run_name='shown') as run: pass")
     (shown,) = kernel.shown
     assert shown["kind"] == "display_data" and REPORT in shown["text/html"]
     assert shown["text/plain"].startswith("FINISHED shown")
