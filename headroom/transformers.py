@@ -46,7 +46,8 @@ class HeadroomCallback(Adapter, TrainerCallback):
     trainer: `protect` is given it.
 
     The Trainer has no hook for errors: as a context, this ends the run by the one that leaves it.
-    Without, the run of a failed training ends when the next one begins, or with its program.
+    Without, the run of a failed training ends with its cell in a notebook, else when the next one
+    begins, or with its program.
     """
 
     def __init__(self, **arguments: Any) -> None:

@@ -54,6 +54,7 @@ SLOW = (
     "flows/test_search",
     "flows/test_own",
     "flows/test_framework_loops",
+    "flows/test_notebooks",
     "flows/test_families",
     "base/test_names_of_runs",
     "flows/test_predict",

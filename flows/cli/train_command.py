@@ -109,6 +109,8 @@ def print_report(run: Mapping[str, Any]) -> None:
     from headroom.report import run_report
 
     command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
+    if run_report.show_in_notebook(run, open_command=command):
+        return
     Console(file=sys.stdout).print(
         run_report.make_terminal_report(run, open_command=command), crop=False
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from headroom.base import notebook
 from headroom.base.units import format_command, format_percent
 from headroom.report import html_page, plots
 from headroom.report.report_sections import Block, Grid, Report, Section, make_report
@@ -175,6 +176,30 @@ def make_html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_comman
     """Return the report as one HTML page that needs no network, the plots inside it."""
     command = format_command(open_command, limit=COMMAND_LIMIT)
     return html_page.render_html(make_report(run), command=command, run=run, plot_files=plot_files)
+
+
+def show_in_notebook(run: Mapping[str, Any], *, open_command: str) -> bool:
+    """Show the report in the cell that runs now, if this is a notebook; return whether it is."""
+    if notebook.find_shell() is None:
+        return False
+    notebook.show(make_fragment(run, open_command=open_command), make_plain_text(run))
+    return True
+
+
+def make_fragment(run: Mapping[str, Any], *, open_command: str) -> str:
+    """Return the report as HTML that can stand in a page of others."""
+    command = format_command(open_command, limit=COMMAND_LIMIT)
+    return html_page.render_fragment(make_report(run), command=command, run=run)
+
+
+def make_plain_text(run: Mapping[str, Any]) -> str:
+    """Return the report as it is on a terminal without colour."""
+    from rich.console import Console
+
+    console = Console(width=WIDEST, force_jupyter=False, force_terminal=False, no_color=True)
+    with console.capture() as shown:
+        console.print(make_terminal_report(run, open_command=""))
+    return shown.get()
 
 
 def draw_plots(run: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
+from html import escape
 from itertools import count
 from operator import getitem
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from headroom.base import notebook
 from headroom.base.facts import DeviceFacts
 from headroom.base.names import make_parent_tags
 from headroom.base.secret_texts import hide_secrets
@@ -86,7 +88,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
         """Raises ValueError and TypeError.
 
         Args:
-            run_name: Of the run in MLflow; by default that of the program's file.
+            run_name: Of the run in MLflow; by default that of the file of program or notebook.
             params: What the loop was asked to do; logged as params.
             model: The model whose passes are told apart, or several in a list; more by `watch`.
             optimizer: The same of optimizers. Where the loop marks no steps, that of the last one
@@ -345,9 +347,11 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
     def _begin(self) -> None:
         device, things = self._asked
         mine = list_optimizers(things)
-        for other in [*_open]:  # the cell of a notebook is run again
+        for other in [*_open]:
             if not other._is_within and any(o is p for o in other.loop.optimizers for p in mine):
                 other.abandon("another account was opened on its optimizer")
+            elif not other._is_within and other._program and other._program.is_run_again():
+                other.abandon("its cell was run again")
         device_facts = self._clock.time_stage("detect_device", self._detect, device, things)
         self._device = device_facts
         self._found.tags |= {
@@ -445,7 +449,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
 
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""
-        self._program = ProgramEnd()
+        self._program = ProgramEnd(self.end)
         atexit.register(self.abandon, is_over=True)
         if (
             threading.current_thread() is threading.main_thread()
@@ -547,10 +551,23 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
 
     def _print_report(self) -> None:
         Console, run_report = _load_report()
-        if self.run:
-            command = self.run["open_command"] if self.run["run_id"] else ""
-            report = run_report.make_terminal_report(self.run, open_command=command)
+        if self.run and not run_report.show_in_notebook(self.run, open_command=self._command):
+            report = run_report.make_terminal_report(self.run, open_command=self._command)
             Console(file=sys.stderr).print(report, crop=False)
+
+    @property
+    def _command(self) -> str:
+        """What opens the run in MLflow; empty while that has not got it."""
+        return self.run["open_command"] if self.run["run_id"] else ""
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook; of a run that has not ended a line."""
+        _, run_report = _load_report()
+        if self.run:
+            return run_report.make_fragment(self.run, open_command=self._command)
+        done = "" if self._loop is None else f", {self._loop.done:,} steps"
+        state = "has not begun" if self._program is None else f"is open{done}"
+        return f"<p>{escape(self._claim.name)} {escape(state)}</p>"
 
 
 def _load_report() -> tuple[Any, Any]:
@@ -615,8 +632,8 @@ def _stop_measuring(device: str) -> None:
 
 
 def _find_source() -> str:
-    """Return the file of the program; empty in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    """Return the file of the program, or of the notebook where that is known."""
+    file = notebook.find_file() or getattr(sys.modules.get("__main__"), "__file__", None)
     return os.path.abspath(file) if file else "notebook"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from html import escape
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from headroom.base import nested
 from headroom.base.facts import DeviceFacts
 from headroom.base.import_paths import describe_error, import_callable, is_import_path
 from headroom.base.units import make_printable
+from headroom.report.html_page import make_fragment, render_table
 from headroom.settings.read_settings import ConfigError
 from headroom.training.forecast import (
     DryRun,
@@ -91,13 +93,23 @@ class LoopForecast:
         known of both."""
         rows = self.memory.micro_batch
         notes = (f"assumed: {self.assumed}" if self.assumed else "", self.memory.note)
-        console = Console(width=100)
+        console = Console(width=100, force_jupyter=False)  # which would show it in the cell
         with console.capture() as shown:
             console.print(make_memory_table(self.memory, f"a step on {rows:,} rows"))
             console.print(make_layer_table(self.memory))
             console.print(make_gpu_table(self.gpus, rows))
             console.print("\n".join(filter(None, notes)))
         return shown.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        rows = self.memory.micro_batch
+        notes = (f"assumed: {self.assumed}" if self.assumed else "", self.memory.note)
+        return make_fragment(
+            render_table(make_memory_table(self.memory, f"a step on {rows:,} rows")),
+            render_table(make_gpu_table(self.gpus, rows)),
+            *(f"<p>{escape(note)}</p>" for note in notes if note),
+        )
 
 
 def forecast_loop(step: LoopStep, sizes_mib: Mapping[str, float]) -> LoopForecast:

@@ -608,3 +608,24 @@ def test_a_peak_that_is_a_lower_bound_is_told_as_one() -> None:
     assert "peak at least " not in _terminal(run)
     run["metrics"]["memory/peak_is_lower_bound"] = 1.0
     assert "peak at least " in _terminal(run)
+
+
+@RUNS
+def test_within_a_page_of_others_the_report_reaches_no_more_than_itself(make: Make) -> None:
+    """A notebook lists headings as its author's, and a rule for a body would be for its own."""
+    html = run_report.make_fragment(make(), open_command=COMMAND)
+    opened = set(re.findall(r"<(\w+)", html))
+    assert not opened & {"html", "head", "body", "script", "iframe", "img", "h1", "h2", "a"}
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+    depth, outer = 0, ""
+    for letter in style:
+        depth -= letter == "}"
+        outer += letter if depth == 0 else ""
+        depth += letter == "{"
+    rules = [rule for rule in re.split(r"[{},]", outer) if rule.strip()]
+    assert len(rules) >= 4 and all(rule.strip().endswith(".headroom") for rule in rules)
+
+
+def test_hostile_text_is_no_markup_within_a_page_of_others() -> None:
+    html = run_report.make_fragment(_hostile(), open_command=COMMAND)
+    assert "<script" not in html and "&lt;script" in html
