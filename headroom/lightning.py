@@ -11,11 +11,13 @@ import re
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from headroom.process.signals import Terminated
 from headroom.run.adapter import Adapter
 
+STATE = "headroom"  # of a checkpoint: what each callback has of its run
 ASKED = ("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
 
 
@@ -117,9 +119,22 @@ class HeadroomCallback(Adapter, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A checkpoint is written from here on, until the next thing begins."""
-        if self.run is not None and self.run.loop.stage != "checkpoint":
+        """A checkpoint is written from here on, until the next thing begins. It names the run."""
+        if self.run is None:
+            return
+        # No state of a callback: two of these would need two keys, which a restart may change.
+        checkpoint.setdefault(STATE, []).append(self._make_state())
+        if self.run.loop.stage != "checkpoint":
             self.run.loop.begin_phase("checkpoint")
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on with the run that the checkpoint names, by the place among callbacks like this."""
+        if trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
+            alike = [one for one in trainer.callbacks if isinstance(one, HeadroomCallback)]
+            states = dict(enumerate(checkpoint.get(STATE, ())))
+            self._load(states.get(alike.index(self)))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the epoch found."""

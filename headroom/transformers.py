@@ -32,6 +32,7 @@ ASKED = (
     "gradient_checkpointing",
     "world_size",
 )
+STATE = "headroom"  # of a checkpoint: what it has of the run
 OURS = ("train_", "total_", "learning_rate", "epoch")  # of the logs: the account measures them
 
 
@@ -60,6 +61,9 @@ class HeadroomCallback(Adapter, TrainerCallback):
         if not state.is_world_process_zero:
             return
         model = kwargs["model"]
+        if state.global_step:  # a checkpoint is gone on from
+            named = state.stateful_callbacks.get(STATE)
+            self._load({**named, "step": state.global_step} if named else None)
         params = {name: getattr(args, name, None) for name in ASKED}
         params["model"] = getattr(getattr(model, "config", None), "model_type", "")
         run = self._begin(
@@ -70,6 +74,7 @@ class HeadroomCallback(Adapter, TrainerCallback):
             run_name=args.run_name or type(model).__name__,
         )
         run.loop.count_rows_of(model)
+        self._keep_state(state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first batches."""
@@ -86,10 +91,14 @@ class HeadroomCallback(Adapter, TrainerCallback):
         """End the step; what follows is an evaluation, a checkpoint, or the next wait."""
         if self.run is not None:
             self.run.loop.end_step()
+            if control.should_save:
+                self._keep_state(state)
             self._follow(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation and a checkpoint may follow."""
+        if control.should_save:
+            self._keep_state(state)
         self._follow(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,6 +128,13 @@ class HeadroomCallback(Adapter, TrainerCallback):
         """End the run."""
         if self.run is not None:
             self.run.end()
+
+    def _keep_state(self, state: Any) -> None:
+        """Let the checkpoints of the Trainer name the run. From an `ExportableState` the Trainer
+        makes another callback of its own accord, and one that a checkpoint of before lacks ends it
+        by a KeyError."""
+        if self.run is not None:
+            state.stateful_callbacks[STATE] = self._make_state()
 
     def _follow(self, control: Any, *, is_evaluated: bool = False) -> None:
         if self.run is None or self.run.loop.stage in ("eval", "checkpoint"):

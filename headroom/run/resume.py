@@ -37,8 +37,7 @@ from headroom.settings.arguments import ARGUMENTS
 from headroom.settings.read_settings import ConfigError, resolve_config
 from headroom.settings.run_config import RunConfig, RunSettings
 from headroom.settings.table import list_arguments
-from headroom.tracking.journal import RunGone
-from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 from headroom.training.checkpoint_files import (
     DamagedCheckpoint,
     NewerCheckpoint,
@@ -266,7 +265,7 @@ class FolderClaim:
             problem = f"--resume {self.folder}: can't be written ({error.strerror})"
             raise ConfigError(problem) from None
 
-    def begin_anew(self, why: ConfigError | RunGone) -> None:
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
         """Leave the run of before, which can't be gone on with, for a new one."""
         self._let_go()
         self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
@@ -329,7 +328,7 @@ class RunClaim(FolderClaim):
             except NothingKept as nothing:
                 self.begin_anew(nothing)
 
-    def begin_anew(self, why: ConfigError | RunGone) -> None:
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
         """Leave the run of before for a new one of its key. Raises NothingKept where that very run
         was asked for."""
         if not self._is_by_key:
@@ -406,13 +405,17 @@ class LoopClaim(FolderClaim):
         except ConfigError as held:
             self.anew = str(held).removeprefix("--resume ")
             return False
-        give_up()
+        try:
+            give_up()
+        except BaseException:
+            lock.close()
+            raise
         self._let_go()
         self.step = step
         self._go_on_with(folder, lock)
         return True
 
-    def begin_anew(self, why: ConfigError | RunGone) -> None:
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
         """Leave the run of before, which can't be gone on with, for a new one."""
         super().begin_anew(why)
         self.step = 0

@@ -230,6 +230,7 @@ class Journal:
             answer = answer if self._wanted is None else self._answer_unless_away("begin")
         except (SenderEnded, TrackingError):
             self._leave_nothing()
+            self.told, self._ms, self._earlier_ids = LogSummary(), 0, {}
             raise
         if not is_away and "away" in answer:
             self._note_away(answer["away"])

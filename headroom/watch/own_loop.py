@@ -582,7 +582,9 @@ class OwnLoop(Guarded, raising=ASKED):
             handle.remove()
         watch = self.accounts.watch
         late_s = min(perf_counter() - self._ended_s, watch.compute_lap_s()) if self._taken else 0.0
-        if self._taken and self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
+        if (
+            self._taken and self.done % LOG_EVERY and self.done not in EARLY
+        ):  # nobody knew that it is the last one
             self._metrics.add_log_point(None)
         self._drain()
         watch.move(late_s, "steps", AFTER)  # since the last step
@@ -919,9 +921,9 @@ class OwnLoop(Guarded, raising=ASKED):
 
 
 def _is_sampled(step: int) -> bool:
-    """Return whether this one of the steps that are taken here is timed phase by phase: the first ones, then a quarter, a sixteenth
-    and at last a thirtieth of them, not at an even distance, since a loader may be late at each
-    fourth batch."""
+    """Return whether this one of the steps that are taken here is timed phase by phase: the first
+    ones, then a quarter, a sixteenth and at last a thirtieth of them, not at an even distance,
+    since a loader may be late at each fourth batch."""
     if step <= EARLY_STEPS:
         return step <= TIME_FIRST or step * 7919 % 31 < 8
     return step * 7919 % 31 < (2 if step <= MANY_STEPS else 1)
