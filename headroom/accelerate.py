@@ -54,7 +54,11 @@ class HeadroomTracker(Adapter, GeneralTracker):
     @guard
     def _load_state(self, models: Any, folder: str) -> None:
         if PartialState().is_main_process:
-            self._load(read_json(Path(folder) / STATE))
+            state = read_json(Path(folder) / STATE)
+            if self.run is not None and not self.run.run:
+                self.run.load_state_dict(state)
+            else:
+                self._loaded = state
 
     @property
     def tracker(self) -> Account | None:

@@ -134,7 +134,10 @@ class HeadroomCallback(Adapter, Callback):
         if trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
             alike = [one for one in trainer.callbacks if isinstance(one, HeadroomCallback)]
             states = dict(enumerate(checkpoint.get(STATE, ())))
-            self._load(states.get(alike.index(self)))
+            self._loaded = states.get(alike.index(self), {})
+            if trainer.strategy.restore_checkpoint_after_setup and self.run is not None:
+                self.run.load_state_dict(self._loaded)  # it has begun by now
+                self._loaded = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the epoch found."""

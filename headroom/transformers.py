@@ -63,7 +63,7 @@ class HeadroomCallback(Adapter, TrainerCallback):
         model = kwargs["model"]
         if state.global_step:  # a checkpoint is gone on from
             named = state.stateful_callbacks.get(STATE)
-            self._load({**named, "step": state.global_step} if named else None)
+            self._loaded = {**named, "step": state.global_step} if named else {}
         params = {name: getattr(args, name, None) for name in ASKED}
         params["model"] = getattr(getattr(model, "config", None), "model_type", "")
         run = self._begin(
@@ -118,6 +118,8 @@ class HeadroomCallback(Adapter, TrainerCallback):
         if self.run is not None:
             logs = {k: v for k, v in kwargs["logs"].items() if not str(k).startswith(OURS)}
             self._log(logs)
+            if control.should_save:
+                self._keep_state(state)
 
     def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log what a prediction after a `train` has measured: test_loss is test/loss."""
@@ -130,9 +132,11 @@ class HeadroomCallback(Adapter, TrainerCallback):
             self.run.end()
 
     def _keep_state(self, state: Any) -> None:
-        """Let the checkpoints of the Trainer name the run. From an `ExportableState` the Trainer
-        makes another callback of its own accord, and one that a checkpoint of before lacks ends it
-        by a KeyError."""
+        """Let the checkpoint that comes name the run, with all before it logged.
+
+        From an `ExportableState` the Trainer makes another callback of its own accord, and one that
+        a checkpoint of before lacks ends it by a KeyError.
+        """
         if self.run is not None:
             state.stateful_callbacks[STATE] = self._make_state()
 

@@ -55,7 +55,7 @@ class HeadroomCallback(Adapter):
         params = {name: getattr(trainer.args, name, None) for name in ASKED}
         self._is_done = False
         if trainer.resume:
-            self._load(read_json(trainer.wdir / STATE))
+            self._loaded = read_json(trainer.wdir / STATE)
         run = self._begin(
             params,
             device=trainer.device,

@@ -107,13 +107,10 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             raise ValueError(f"notify: {problem}")
         is_lead = os.environ.get("RANK", "0") == "0"  # as torchrun says: each process has its own
         found, source = find_tracking_settings(), _find_source()
-        name = run_name or Path(source).stem
-        if not is_lead:
-            of_rank = f"-rank-{os.environ['RANK']}"
-            name, key = name + of_rank, key and key + of_rank
+        of_rank = "" if is_lead else f"-rank-{os.environ['RANK']}"
         super().__init__(
             found.settings,
-            LoopClaim(Path(found.settings.runs), name, key),
+            LoopClaim(Path(found.settings.runs), run_name or Path(source).stem, key, of_rank),
             params=hide_secrets(dict(flatten_params({} if params is None else params)), "params"),
             experiment=experiment,
             notify=notify if is_lead else "",
@@ -199,10 +196,12 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
             self._claim.anew = "its checkpoint names no run"
         if self._program is None:
             self._claim.named = named
-        elif self.loop.done != self.loop.earlier:
-            if named is None or named.folder != self.folder.name:
+            return
+        is_this = named is not None and self._claim.find_named(named) == self.folder
+        if self.loop.done != self.loop.earlier:
+            if not is_this:
                 self.warn("load_state_dict: comes before the first step; this run goes on")
-        elif named is not None and named.folder == self.folder.name:
+        elif named is not None and is_this:
             self._go_on_after(named.step)
         elif self._claim.resumes:
             self.warn(f"load_state_dict: another run is gone on with, by its key: {self.folder}")

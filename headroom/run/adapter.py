@@ -30,7 +30,8 @@ class Adapter(Guarded):
         self._params = {} if params is None else dict(flatten_params(params))
         self._arguments = arguments
         self.run: Account | None = None  # the newest
-        self._loaded: Mapping[str, Any] | None = None  # of the run, by the checkpoint
+        # What the checkpoint that the next training goes on from says of its run; {}: it has none.
+        self._loaded: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "run": None, "_loaded": None}
@@ -38,14 +39,6 @@ class Adapter(Guarded):
     def _make_state(self) -> dict[str, Any]:
         """Return what the framework's checkpoint keeps of the run; empty where there is none."""
         return {} if self.run is None else self.run.state_dict()
-
-    def _load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on with the run that a checkpoint of the framework names: the one that has just begun,
-        else the next one. state: None or {}, where it names none."""
-        if self.run is not None and not self.run.run:
-            self.run.load_state_dict(state)
-        else:
-            self._loaded = state or {}
 
     def take_error(self, error: BaseException) -> None:
         """Measure no more, and tell why, once; the training goes on."""

@@ -57,6 +57,7 @@ NOT_VARIED = (
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
 FIRST_RETRY_S, LONGEST_RETRY_S = 30.0, 600.0  # the wait doubles
+TOGETHER_S = 600.0  # within which processes of one training begin their runs
 STATE_VERSION = 1  # of what a checkpoint of somebody else's loop has of its run
 KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
@@ -365,9 +366,11 @@ class LoopClaim(FolderClaim):
     its key that did not come to its end, else a new one. Key and folder are held from when its
     context is entered."""
 
-    def __init__(self, runs: Path, name: str, key: str = "") -> None:
-        super().__init__(runs, name)
-        self.key = key
+    def __init__(self, runs: Path, name: str, key: str = "", of_rank: str = "") -> None:
+        """of_rank: the end of name and key, where this is one of several processes and not the
+        first."""
+        super().__init__(runs, name + of_rank)
+        self.key, self._of_rank = key and key + of_rank, of_rank
         self.named: NamedRun | None = None  # by a checkpoint
         self.step = 0  # that the run goes on after
 
@@ -386,18 +389,28 @@ class LoopClaim(FolderClaim):
     def take_named(self, named: NamedRun, give_up: Callable[[], None] = lambda: None) -> bool:
         """Be the run that a checkpoint names; return whether that can be: else `anew` says why not.
         give_up: is called before, and lets go of the run that this one was to be."""
-        folder = next(
-            (
-                f
-                for f in list_run_folders(self._runs)
-                if named.folder == f.name or (named.run_id and named.run_id == _read_run_id(f))
-            ),
-            None,
-        )
+        folder = self.find_named(named)
         if folder is None:
             self.anew = f"no folder in {self._runs} is that of {named.run_id or named.folder}"
             return False
         return self._take(folder, named.step, give_up)
+
+    def find_named(self, named: NamedRun) -> Path | None:
+        """Return the folder of the run that a checkpoint names; of another rank than the one that
+        has written the checkpoint, that of its run which began with it."""
+        starts = {f: s for f in list_run_folders(self._runs) if (s := read_start(f)) is not None}
+        for folder, start in starts.items():
+            if named.folder == folder.name or (named.run_id and named.run_id == start.run_id):
+                if start.name.endswith(self._of_rank):
+                    return folder
+                apart_s = {
+                    f: abs(other.made_at - start.made_at)
+                    for f, other in starts.items()
+                    if other.name == start.name + self._of_rank
+                }
+                nearest = min(apart_s, key=apart_s.__getitem__, default=None)
+                return nearest if nearest is not None and apart_s[nearest] < TOGETHER_S else None
+        return None
 
     def _take(self, folder: Path, step: int, give_up: Callable[[], None] = lambda: None) -> bool:
         try:
