@@ -11,17 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headroom import account
-from headroom.base.event_log import read_series
-from headroom.run.known_runs import list_run_folders
-from headroom.run.resume import KeyHeld, lock_for_training, lock_key
+from headroom.run.known_runs import list_known_runs
 from tests.conftest import ROOT, desk_environment, query
 from tests.flows.restarted_loops import EVERY, FRAMEWORKS, STEPS, train
-from tests.run_folders import LOG
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 RUNS = Path(".headroom/runs")
@@ -50,16 +46,18 @@ def _end(framework: str, how: str, *, key: str = "") -> None:
     assert done.returncode == LEFT[how], done.stderr
 
 
-def _read_curve(folder: Path) -> list[list[float]]:
-    return [point[:2] for point in read_series(folder / LOG)["train/loss"]]
+def _find_left() -> Path:
+    """Return the folder of the only run."""
+    [run] = list_known_runs(RUNS)
+    return Path(run.folder).absolute()
 
 
-def _read_sent(place: Path, run_id: str) -> list[tuple[Any, ...]]:
-    return query(
-        place,
-        "select step, value from metrics where key = 'train/loss' and step > 0 "
-        f"and run_uuid = '{run_id}' order by step, timestamp",
-    )
+def _read_curve(place: Path, run_id: str) -> dict[int, float]:
+    """Return the loss by its step, as MLflow has it; each step once."""
+    where = f"key = 'train/loss' and run_uuid = '{run_id}'"
+    points = query(place, f"select distinct step, value from metrics where {where} order by step")
+    assert len(points) == len(dict(points))
+    return dict(points)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -70,18 +68,18 @@ def test_a_killed_training_goes_on_in_its_run_with_the_next_step(
     if framework != "own":
         pytest.importorskip(framework)
     _end(framework, "kill")
-    [left] = list_run_folders(RUNS)
+    left = _find_left()
     run = train(framework)
-    assert run.folder == left.absolute()
+    assert run.folder == left
     assert run.run["status"] == "FINISHED" and run.loop.done == STEPS
     tags = dict(query(place, f"select key, value from tags where run_uuid = '{run.run['run_id']}'"))
     assert (tags["resumed"], tags["resumed_from_step"]) == ("1", str(EVERY))
     assert query(place, "select status from runs") == [("FINISHED",)]  # and nothing of another
-    curve = _read_curve(left)
-    assert [*dict(curve)] == [*range(1, STEPS + 1)]
-    assert dict(_read_sent(place, run.run["run_id"])) == dict(curve)
-    os.chdir(tmp_path_factory.mktemp("undisturbed"))
-    assert _read_curve(train(framework).folder) == curve
+    curve = _read_curve(place, run.run["run_id"])
+    assert [*curve] == [*range(1, STEPS + 1)]
+    elsewhere = tmp_path_factory.mktemp("undisturbed")
+    os.chdir(elsewhere)
+    assert _read_curve(elsewhere, train(framework).run["run_id"]) == curve
 
 
 @pytest.mark.parametrize("how", ["term", "error"])
@@ -89,11 +87,10 @@ def test_a_loop_goes_on_by_whatever_way_it_ended_and_its_times_add_up(
     place: Path, how: str
 ) -> None:
     _end("own", how)
-    [left] = list_run_folders(RUNS)
+    left = _find_left()
     run = train("own")
-    assert run.folder == left.absolute() and [step for step, _ in _read_curve(left)] == [
-        *range(1, STEPS + 1)
-    ]
+    assert run.folder == left
+    assert [*_read_curve(place, run.run["run_id"])] == [*range(1, STEPS + 1)]
     assert run.run["status"] == "FINISHED" and "end.reason" not in run.run["tags"]
     assert run.run["metrics"]["time/total_s"] > run._clock.total_s()
     assert query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
@@ -120,7 +117,7 @@ def test_each_process_of_torchrun_goes_on_in_its_own_run_from_the_checkpoint_of_
 def test_a_key_alone_goes_on_after_the_newest_step_and_begins_anew_when_it_is_done(
     place: Path,
 ) -> None:
-    folders = []
+    runs = []
     for is_failing in (True, False, False):
         try:
             with account(key="nightly", quiet=True) as run:
@@ -132,22 +129,20 @@ def test_a_key_alone_goes_on_after_the_newest_step_and_begins_anew_when_it_is_do
                     raise ValueError("no such thing")
         except ValueError:
             assert is_failing
-        folders.append(run.folder)
-    assert folders[0] == folders[1] != folders[2]
-    assert [step for step, _ in _read_curve(folders[0])] == [*range(1, 11)]
+        runs.append(run)
+    assert runs[0].folder == runs[1].folder != runs[2].folder
+    assert [*_read_curve(place, runs[1].run["run_id"])] == [*range(1, 11)]
     assert run.run["tags"]["run.key"] == "nightly" and "resumed" not in run.run["tags"]
 
 
-def test_a_key_that_another_process_has_is_refused_and_one_that_a_cell_left_open_is_taken(
+def test_a_key_of_a_run_that_still_trains_is_refused_and_one_that_a_cell_left_open_is_taken(
     place: Path,
 ) -> None:
-    with lock_key(RUNS, "nightly"), pytest.raises(KeyHeld, match="^key: nightly is being trained"):
-        account(key="nightly", quiet=True).begin()
     first = account(key="nightly", quiet=True).begin()
     with account(key="nightly", quiet=True) as second:
         assert first.run["stopped"] == "another account was opened with its key"
-        with pytest.raises(KeyHeld), account(key="nightly", quiet=True):
-            pass
+        with pytest.raises(ValueError, match="^key: nightly is being trained by process"):
+            account(key="nightly", quiet=True).begin()
     assert second.folder == first.folder and second.run["tags"]["resumed"] == "1"
 
 
@@ -167,13 +162,15 @@ def test_a_checkpoint_from_before_the_adapter_begins_a_new_run_and_says_so(
 
 
 def test_of_two_who_go_on_from_one_checkpoint_the_second_has_a_run_of_its_own(place: Path) -> None:
-    with pytest.raises(ValueError, match="no such thing"):
-        train("own", end="error")
-    [left] = list_run_folders(RUNS)
-    with lock_for_training(left):
-        run = train("own")
-    assert run.folder != left.absolute() and run.run["status"] == "FINISHED"
-    assert "that run is being trained by process" in run.run["tags"]["anew"]
+    with account(quiet=True) as first:
+        with first.step():
+            pass
+        with account(quiet=True) as second:
+            second.load_state_dict(first.state_dict())
+            second.log({"train/loss": 0.5})
+    assert second.folder != first.folder and second.run["status"] == "FINISHED"
+    assert "that run is being trained by process" in second.run["tags"]["anew"]
+    assert first.run["warnings"] == []
 
 
 @pytest.mark.parametrize("gone", ["folder", "run"])
@@ -182,17 +179,17 @@ def test_a_checkpoint_whose_run_is_gone_begins_a_new_one_and_says_so(
 ) -> None:
     with pytest.raises(ValueError, match="no such thing"):
         train("own", end="error")
-    [left] = list_run_folders(RUNS)
+    left = _find_left()
     if gone == "folder":
         left.rename(place / "elsewhere")
     else:
         with sqlite3.connect(place / "mlflow.db") as database:
             database.execute("update runs set lifecycle_stage = 'deleted'")
     run = train("own")
-    assert run.folder != left.absolute() and run.run["status"] == "FINISHED"
+    assert run.folder != left and run.run["status"] == "FINISHED"
     why = {"folder": "no folder in", "run": "was deleted in MLflow"}[gone]
     assert why in run.run["tags"]["anew"] and why in run.run["warnings"][0]
-    assert [step for step, _ in _read_curve(run.folder)] == [*range(1, STEPS - EVERY + 1)]
+    assert [*_read_curve(place, run.run["run_id"])] == [*range(1, STEPS - EVERY + 1)]
 
 
 def test_a_run_that_had_begun_when_the_checkpoint_was_loaded_leaves_nothing(place: Path) -> None:
