@@ -8,13 +8,19 @@ accelerator.init_trackers("mine", config={"lr": 1e-3})
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import GeneralTracker
 
+from headroom.base.event_log import read_json
 from headroom.run.account import Account
 from headroom.run.adapter import Adapter
+from headroom.watch.guard import guard
+
+STATE = "headroom.json"  # in the folder of a checkpoint: what it has of the run
 
 
 class HeadroomTracker(Adapter, GeneralTracker):
@@ -32,6 +38,27 @@ class HeadroomTracker(Adapter, GeneralTracker):
         """arguments: what `headroom.account` takes. model and optimizer may be those that
         `prepare` is given, or what it returns; params come from `init_trackers`."""
         super().__init__(**arguments)
+
+    def add_to(self, accelerator: Accelerator) -> None:
+        """Let `save_state` keep which run it is, and `load_state` go on with that one. Among the
+        objects that are registered for checkpointing, `load_state` would refuse what was saved
+        without it."""
+        accelerator.register_save_state_pre_hook(self._save_state)
+        accelerator.register_load_state_pre_hook(self._load_state)
+
+    @guard
+    def _save_state(self, models: Any, weights: Any, folder: str) -> None:
+        if self.run is not None:
+            (Path(folder) / STATE).write_text(json.dumps(self._make_state()))
+
+    @guard
+    def _load_state(self, models: Any, folder: str) -> None:
+        if PartialState().is_main_process:
+            state = read_json(Path(folder) / STATE)
+            if self.run is not None and not self.run.run:
+                self.run.load_state_dict(state)
+            else:
+                self._loaded = state
 
     @property
     def tracker(self) -> Account | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
@@ -25,6 +26,7 @@ from headroom.run.adapter import Adapter
 if TYPE_CHECKING:
     from headroom.training.protected_step import Weigh
 
+STATE = "headroom"  # of a checkpoint: what each callback has of its run
 ASKED = ("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
 
 
@@ -131,9 +133,25 @@ class HeadroomCallback(Adapter, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A checkpoint is written from here on, until the next thing begins."""
-        if self.run is not None and self.run.loop.stage != "checkpoint":
+        """A checkpoint is written from here on, until the next thing begins. It names the run."""
+        if self.run is None:
+            return
+        # No state of a callback: two of these would need two keys, which a restart may change.
+        checkpoint.setdefault(STATE, []).append(self._make_state())
+        if self.run.loop.stage != "checkpoint":
             self.run.loop.begin_phase("checkpoint")
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on with the run that the checkpoint names, by the place among callbacks like this."""
+        if trainer.state.fn == TrainerFn.FITTING and trainer.is_global_zero:
+            alike = [one for one in trainer.callbacks if isinstance(one, HeadroomCallback)]
+            states = dict(enumerate(checkpoint.get(STATE, ())))
+            self._loaded = states.get(alike.index(self), {})
+            if trainer.strategy.restore_checkpoint_after_setup and self.run is not None:
+                self.run.load_state_dict(self._loaded)  # it has begun by now
+                self._loaded = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the epoch found."""

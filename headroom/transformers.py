@@ -37,6 +37,7 @@ ASKED = (
     "gradient_checkpointing",
     "world_size",
 )
+STATE = "headroom"  # of a checkpoint: what it has of the run
 OURS = ("train_", "total_", "learning_rate", "epoch")  # of the logs: the account measures them
 
 
@@ -73,6 +74,9 @@ class HeadroomCallback(Adapter, TrainerCallback):
         if not state.is_world_process_zero:
             return
         model = kwargs["model"]
+        if state.global_step:  # a checkpoint is gone on from
+            named = state.stateful_callbacks.get(STATE)
+            self._loaded = {**named, "step": state.global_step} if named else {}
         params = {name: getattr(args, name, None) for name in ASKED}
         params["model"] = getattr(getattr(model, "config", None), "model_type", "")
         run = self._begin(
@@ -83,6 +87,7 @@ class HeadroomCallback(Adapter, TrainerCallback):
             run_name=args.run_name or type(model).__name__,
         )
         run.loop.count_rows_of(model)
+        self._keep_state(state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first batches."""
@@ -99,10 +104,14 @@ class HeadroomCallback(Adapter, TrainerCallback):
         """End the step; what follows is an evaluation, a checkpoint, or the next wait."""
         if self.run is not None:
             self.run.loop.end_step()
+            if control.should_save:
+                self._keep_state(state)
             self._follow(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An evaluation and a checkpoint may follow."""
+        if control.should_save:
+            self._keep_state(state)
         self._follow(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,6 +131,8 @@ class HeadroomCallback(Adapter, TrainerCallback):
         if self.run is not None:
             logs = {k: v for k, v in kwargs["logs"].items() if not str(k).startswith(OURS)}
             self._log(logs)
+            if control.should_save:
+                self._keep_state(state)
 
     def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log what a prediction after a `train` has measured: test_loss is test/loss."""
@@ -132,6 +143,15 @@ class HeadroomCallback(Adapter, TrainerCallback):
         """End the run."""
         if self.run is not None:
             self.run.end()
+
+    def _keep_state(self, state: Any) -> None:
+        """Let the checkpoint that comes name the run, with all before it logged.
+
+        From an `ExportableState` the Trainer makes another callback of its own accord, and one that
+        a checkpoint of before lacks ends it by a KeyError.
+        """
+        if self.run is not None:
+            state.stateful_callbacks[STATE] = self._make_state()
 
     def _follow(self, control: Any, *, is_evaluated: bool = False) -> None:
         if self.run is None or self.run.loop.stage in ("eval", "checkpoint"):

@@ -9,11 +9,14 @@ model.train(data="coco8.yaml")
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
+from headroom.base.event_log import read_json
 from headroom.run.adapter import Adapter
 
+STATE = "headroom.json"  # beside last.pt: what a resumed training has of its run
 ASKED = (
     "model",
     "data",
@@ -51,6 +54,8 @@ class HeadroomCallback(Adapter):
         """Begin the run: the model is on its device, with its optimizer."""
         params = {name: getattr(trainer.args, name, None) for name in ASKED}
         self._is_done = False
+        if trainer.resume:
+            self._loaded = read_json(trainer.wdir / STATE)
         run = self._begin(
             params,
             device=trainer.device,
@@ -90,6 +95,11 @@ class HeadroomCallback(Adapter):
     def on_val_end(self, validator: Any) -> None:
         """A checkpoint is written next."""
         self._follow("checkpoint")
+
+    def on_model_save(self, trainer: Any) -> None:
+        """Keep beside the checkpoint which run it is of."""
+        if self.run is not None:
+            (trainer.wdir / STATE).write_text(json.dumps(self._make_state()))
 
     def on_fit_epoch_end(self, trainer: Any) -> None:
         """Log what the epoch found, as the record names it: train/... and val/... are its own."""

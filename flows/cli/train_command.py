@@ -143,7 +143,6 @@ def _print_forecast(request: Namespace) -> int:
         make_gpu_table,
         make_layer_table,
         parse_asked_sizes,
-        parse_gpu_sizes,
     )
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 

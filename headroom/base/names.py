@@ -132,6 +132,7 @@ UNITS = {  # by the end of a name
     "j": "J",
 }
 CUDA, GPU, SEVERAL = "an NVIDIA GPU", "a GPU", "several processes"
+GONE_ON = "--resume, a key or a checkpoint"
 REPLAY, OTHER, COUNTED, BETWEEN = "replay", "other", "counted_step", "between"
 
 PHASES = (
@@ -899,7 +900,7 @@ TAGS = (
     Tag("git.commit", "the commit of the code", needs="a git repository"),
     Tag("git.dirty", "true where files differ from it", needs="a git repository"),
     Tag("run.name", "run.name"),
-    Tag("run.key", "run.key", needs="run.key"),
+    Tag("run.key", "run.key, or the key of a loop of one's own", needs="a key"),
     Tag("journal", "the run's folder"),
     Tag("journal.notes", "what was odd about writing it", needs="a disk that fills up"),
     Tag("journal.damaged_lines", "lines of it that could not be read", needs="a damaged folder"),
@@ -915,10 +916,10 @@ TAGS = (
     Tag("alerts", "what was wrong while it trained, a line each", needs="such a run"),
     Tag("end.reason", "why the run ended before its end", needs="such an end"),
     Tag("failure", "the kind of failure", needs="a failure"),
-    Tag("resumed", "how often the run was gone on with", needs="--resume"),
-    Tag("resumed_from_step", "the step that it went on from", needs="--resume"),
-    Tag("resumed.by.NAME", "who went on with it", needs="--resume"),
-    Tag("anew", "why run.key began a new run", needs="run.key"),
+    Tag("resumed", "how often the run was gone on with", needs=GONE_ON),
+    Tag("resumed_from_step", "the step that it went on from", needs=GONE_ON),
+    Tag("resumed.by.NAME", "who went on with it", needs=GONE_ON),
+    Tag("anew", "why a key, or a checkpoint, began a new run", needs=GONE_ON),
     Tag("retries", "how often it began again by itself, and after what", needs="run.retries"),
     Tag("retry_of", "the run that this one is a retry of", needs="run.retries"),
     Tag("ranks", "how many processes trained it", needs=SEVERAL),

@@ -42,7 +42,7 @@ from headroom.run.failures import Failure
 from headroom.run.findings import make_device_tags
 from headroom.run.program_end import UNKNOWN, ProgramEnd
 from headroom.run.recording import Recording
-from headroom.run.resume import FolderClaim
+from headroom.run.resume import KeyHeld, LoopClaim, NamedRun
 from headroom.settings.run_config import find_notify_problem
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings
@@ -67,16 +67,20 @@ _open: list[Account] = []  # in the order in which they began
 _turns = count(1)  # accounts of this process: the same on all ranks of a program
 _measuring: dict[str, int] = {}  # accounts that are open, by the device whose peaks they measure
 BLOCKS = 32  # contexts of phases that are kept: a loop that makes up names makes no end of them
+ANEW = "account: a new run begins"
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
 class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes")):
     """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
 
+    _claim: LoopClaim
+
     def __init__(
         self,
         *,
         run_name: str | None = None,
+        key: str = "",
         params: Mapping[str, Any] | None = None,
         model: Any = None,
         optimizer: Any = None,
@@ -89,6 +93,9 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
 
         Args:
             run_name: Of the run in MLflow; by default that of the file of program or notebook.
+            key: Of a loop that may take several programs: it goes on in the newest run of this key
+                that did not come to its end. Of several processes that torchrun starts, each has
+                its own.
             params: What the loop was asked to do; logged as params.
             model: The model whose passes are told apart, or several in a list; more by `watch`.
             optimizer: The same of optimizers. Where the loop marks no steps, that of the last one
@@ -105,12 +112,10 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
             raise ValueError(f"notify: {problem}")
         is_lead = os.environ.get("RANK", "0") == "0"  # as torchrun says: each process has its own
         found, source = find_tracking_settings(), _find_source()
-        name = run_name or Path(source).stem
-        if not is_lead:
-            name += f"-rank-{os.environ['RANK']}"
+        of_rank = "" if is_lead else f"-rank-{os.environ['RANK']}"
         super().__init__(
             found.settings,
-            FolderClaim(Path(found.settings.runs), name),
+            LoopClaim(Path(found.settings.runs), run_name or Path(source).stem, key, of_rank),
             params=hide_secrets(dict(flatten_params({} if params is None else params)), "params"),
             experiment=experiment,
             notify=notify if is_lead else "",
@@ -179,6 +184,62 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
             found.stopped = "its program ended without ending it" if is_over else why
         self.end(error)
 
+    @partial(guard, otherwise=lambda *_: {})
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, so that whoever loads it goes on in this run, after this
+        step: plain values."""
+        if self._program is None:
+            return {} if self._claim.named is None else self._claim.named.make_state()
+        self.loop.settle()
+        name = self.folder.name
+        return NamedRun(self._journal.run_id, name, self.loop.done).make_state()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on in the run that a checkpoint names, after its step: before the first step here.
+        state: of a checkpoint that names none, {} or None; a new run then says so."""
+        named = NamedRun.read(state or {})
+        if named is None:
+            self._claim.anew = "its checkpoint names no run"
+        if self._program is None:
+            self._claim.named = named
+            return
+        is_this = named is not None and self._claim.find_named(named) == self.folder
+        if self.loop.done != self.loop.earlier:
+            if not is_this:
+                self.warn("load_state_dict: comes before the first step; this run goes on")
+        elif named is not None and is_this:
+            self._go_on_after(named.step)
+        elif self._claim.resumes:
+            self.warn(f"load_state_dict: another run is gone on with, by its key: {self.folder}")
+        elif named is None:
+            self._tell_anew(ANEW)
+        else:
+            with keep_random_state():
+                self._go_on_with(named)
+
+    def _go_on_with(self, named: NamedRun) -> None:
+        """Take back the run that has just begun, and go on with another one. The wait for MLflow is
+        no part of the training."""
+        opened_s = self._clock.stages["time/open_run_s"]
+        self.loop.accounts.lap("setup")
+        self._clock.time_stage("open_run", self._open_named, named)
+        self._clock.stages["time/open_run_s"] += opened_s
+        self.loop.accounts.watch.leave_out_lap()
+        self._live.tell(stage="train model")
+
+    def _open_named(self, named: NamedRun) -> None:
+        assert self._device is not None
+        try:
+            is_found = self._claim.take_named(named, self._journal.take_back)
+        except (TrackingError, OSError) as unusable:
+            is_found, self._claim.anew = False, str(unusable)
+        if not is_found:
+            return self._tell_anew(ANEW)
+        self._files.clear()
+        self._follow_claim()
+        self._open(self._device)
+        return self._go_on_after(self._claim.step)
+
     @property
     def loop(self) -> OwnLoop:
         """What measures the loop, with every method that a callback may call."""
@@ -191,6 +252,9 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
     def warn(self, text: str) -> None:
         """Keep what a person should doubt of this run."""
         self._found.warn(text)
+
+    def _tag(self, name: str, text: str) -> None:
+        self._found.tags[name] = text
 
     def take_error(self, error: BaseException) -> None:
         """Measure no more, and tell why, once; the loop goes on."""
@@ -339,9 +403,12 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
         return self
 
     def _is_refusal(self, error: Exception) -> bool:
-        """Return whether this is for what the user has asked: a device, or MLflow at any price."""
-        return (isinstance(error, DeviceError) and self._asked[0] is not None) or (
-            isinstance(error, TrackingError) and self._where.required
+        """Return whether this is for what the user has asked: a key, a device, or MLflow at any
+        price."""
+        return (
+            isinstance(error, KeyHeld)
+            or (isinstance(error, DeviceError) and self._asked[0] is not None)
+            or (isinstance(error, TrackingError) and self._where.required)
         )
 
     def _begin(self) -> None:
@@ -352,15 +419,19 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
                 other.abandon("another account was opened on its optimizer")
             elif not other._is_within and other._program and other._program.is_run_again():
                 other.abandon("its cell was run again")
+            elif not other._is_within and self._claim.key and self._claim.key == other._claim.key:
+                other.abandon("another account was opened with its key")
         device_facts = self._clock.time_stage("detect_device", self._detect, device, things)
         self._device = device_facts
         self._found.tags |= {
             **make_device_tags(device_facts, self._source),
             **_find_flow_run_tags(),
             "gate.of": self._make_gate_key(device_facts),
+            **({"run.key": self._claim.key} if self._claim.key else {}),
         }
         super().__enter__()
         try:
+            self._follow_claim()
             self._clock.time_stage("open_run", self._open, device_facts)
             is_alone = device_facts.kind == "cpu" or not _measuring.get(device_facts.name)
             if not is_alone:
@@ -375,8 +446,9 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
                 log=self._keep,
                 measures_peaks=is_alone,
                 tell=self.warn,
-                tag=self._found.tags.__setitem__,
+                tag=self._tag,
             )
+            self._go_on_after(self._claim.step)
             self._loop.watch(*things)
             self._alerts.device_mib = find_device_mib(device_facts)
             self._alerts.is_within_step = partial(_is_within_step, self._loop)
@@ -444,8 +516,34 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
         ]
 
     def _open(self, device: DeviceFacts) -> None:
-        start, _ = self._create(self.params, waits=False)
+        """Go on with the run that the claim has found, else begin a new one."""
+        if self._claim.resumes:
+            self._find_earlier()
+        start = self._claim.start
+        if start is None:
+            self._tell_anew(ANEW)
+            start, _ = self._create(self.params, waits=False)
         self._announce(start, device)
+
+    def _find_earlier(self) -> None:
+        """Open the run that is gone on with; where that can't be, the claim is of a new one."""
+        step, tags = self._claim.step, self._found.tags
+        self._found.tags = {**tags, "resumed_from_step": str(step)}
+        try:
+            if self._reopen(step) is not None:
+                return
+        except TrackingError as unusable:
+            if self._where.required:
+                raise
+            self._claim.begin_anew(unusable)
+            self._follow_claim()
+        self._found.tags = tags
+
+    def _go_on_after(self, step: int) -> None:
+        """Number the steps as those that follow this one."""
+        if self._loop is not None and step:
+            self._loop.go_on_after(step)
+            self._found.tags["resumed_from_step"] = str(step)
 
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""

@@ -15,7 +15,6 @@ from typing import Any, Self
 from headroom.base.facts import DataFacts, Owner, TrainFacts
 from headroom.base.names import Place, list_shown
 from headroom.base.units import make_printable
-from headroom.process.redaction import redact, redact_nested
 from headroom.run.alerts import find_device_mib
 from headroom.run.findings import make_data_inputs, make_device_tags
 from headroom.run.gate import compare_with_history, compute_gate_key
@@ -26,7 +25,6 @@ from headroom.run.resume import RunClaim, log_resume_command, make_retry_tags
 from headroom.settings import read_settings
 from headroom.settings.read_settings import dump_yaml, hide_config_secrets
 from headroom.settings.run_config import RunConfig
-from headroom.tracking.journal import RunGone
 from headroom.tracking.tracking_settings import read_tracking_settings
 from headroom.training.admission import PastRuns
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
@@ -132,12 +130,6 @@ class Record(Recording):
         self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))
         return plan
 
-    def _follow_claim(self) -> None:
-        """Take over the claim's folder: the run may have become a new one, in its own folder."""
-        if self._journal.folder != self.folder:
-            self._journal.folder = self.folder
-            self._live.tell(folder=str(self.folder), name=redact(self._claim.name))
-
     def _make_first_tags(self, plan: Plan) -> dict[str, str]:
         device, data = plan.device, plan.data
         return {
@@ -156,7 +148,7 @@ class Record(Recording):
 
     def _open(self, plan: Plan) -> dict[str, float]:
         """Return what comparable runs have measured, with the run open in MLflow."""
-        measured = self._reopen() if self.resumes else None
+        measured = self._go_on() if self.resumes else None
         if measured is None:
             measured = self._begin_anew(plan.data)
         device, start = plan.device, self._claim.start
@@ -168,36 +160,17 @@ class Record(Recording):
             self._held.enter_context(self._take_device_slot(device.uuid or device.name))
         return measured
 
-    def _reopen(self) -> dict[str, float] | None:
+    def _go_on(self) -> dict[str, float] | None:
         """Go on with an earlier run; None where a key begins a new one instead."""
-        start = self._claim.start = self._claim.mark_resume().make_next(self.folder)
-        tags = {**self._found.tags, "resumed": str(start.resumed)}
-        run = {"run_id": start.run_id, "experiment_id": start.experiment_id}
         step = next(iter(list_steps(self.folder / CHECKPOINTS)), 0)
-        claim = {"marks": [*start.marks], "by": f"{tags['host']} from step {step}"}
-        try:
-            measured = self._journal.reopen(
-                run, tags=redact_nested(tags), wanted=list_shown(Place.NEXT_RUN), claim=claim
-            )
-        except RunGone as gone:
-            self._claim.begin_anew(gone)
-            self._follow_claim()
+        measured = self._reopen(step, wanted=list_shown(Place.NEXT_RUN))
+        if measured is None:
             self._found.tags.pop("retries", None)
-            return None
-        self._found.tags = tags
-        sent = self._journal.told
-        self._found.series, self._step = sent.select_series(), sent.find_newest_step()
         return measured
 
     def _begin_anew(self, data: DataFacts) -> dict[str, float]:
         """Begin a new run."""
-        if anew := self._claim.anew:
-            message = (
-                f"run.key: {make_printable(self._claim.key, limit=80)} begins a new run: {anew}"
-            )
-            log.warning("%s", message)
-            self._found.warn(message)
-            self._found.tags["anew"] = anew
+        self._tell_anew(f"run.key: {make_printable(self._claim.key, limit=80)} begins a new run")
         params = read_settings.select_params(self.params, task=data.task)
         start, measured = self._create(
             params,

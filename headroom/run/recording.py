@@ -37,7 +37,7 @@ from headroom.run.messages import Messenger, describe_end
 from headroom.run.resume import FolderClaim
 from headroom.services import serve
 from headroom.settings.read_settings import ConfigError
-from headroom.tracking.journal import Journal, JournalError
+from headroom.tracking.journal import Journal, JournalError, RunGone
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.watch.accounts import Accounts
 from headroom.watch.step_metrics import AGE_S
@@ -238,6 +238,40 @@ class Recording:
         )
         self._claim.hold_folder()
         return start, measured
+
+    def _reopen(self, step: int, *, wanted: Sequence[str] = ()) -> dict[str, float] | None:
+        """Go on after this step with the earlier run of the claim; return what `Journal.reopen`
+        returns, None where MLflow has it no more: the claim is then of a new one."""
+        start = self._claim.start = self._claim.mark_resume().make_next(self.folder)
+        tags = {**self._found.tags, "resumed": str(start.resumed)}
+        run = {"run_id": start.run_id, "experiment_id": start.experiment_id}
+        claim = {"marks": [*start.marks], "by": f"{tags['host']} from step {step}"}
+        try:
+            measured = self._journal.reopen(
+                run, tags=redact_nested(tags), wanted=wanted, claim=claim
+            )
+        except RunGone as gone:
+            self._claim.begin_anew(gone)
+            self._follow_claim()
+            return None
+        self._found.tags = tags
+        sent = self._journal.told
+        self._found.series, self._step = sent.select_series(), sent.find_newest_step()
+        return measured
+
+    def _follow_claim(self) -> None:
+        """Take over the claim's folder: the run may have become another one, in its own folder."""
+        if self._journal.folder != self.folder:
+            self._journal.folder = self.folder
+            self._live.tell(folder=str(self.folder), name=redact(self._claim.name))
+
+    def _tell_anew(self, said: str) -> None:
+        """Tell, where an earlier run was to be gone on with, why this is a new one."""
+        if anew := self._claim.anew:
+            message = f"{said}: {anew}"
+            log.warning("%s", message)
+            self._found.warn(message)
+            self._found.tags["anew"] = anew
 
     def _announce(self, start: RunStart, device: DeviceFacts, **known: int) -> None:
         """Tell, in the folder and to `flows.runs`, how the run has begun, and where. known: more,

@@ -9,16 +9,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-from headroom.base.event_log import TRAINING_LOCK, read_end
+from headroom.base.event_log import LOG, TRAINING_LOCK, read_end, read_log_ends
 from headroom.base.facts import DeviceFacts
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_seconds, make_printable
@@ -37,8 +37,7 @@ from headroom.settings.arguments import ARGUMENTS
 from headroom.settings.read_settings import ConfigError, resolve_config
 from headroom.settings.run_config import RunConfig, RunSettings
 from headroom.settings.table import list_arguments
-from headroom.tracking.journal import RunGone
-from headroom.tracking.tracking_settings import read_tracking_settings
+from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
 from headroom.training.checkpoint_files import (
     DamagedCheckpoint,
     NewerCheckpoint,
@@ -58,6 +57,8 @@ NOT_VARIED = (
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
 FIRST_RETRY_S, LONGEST_RETRY_S = 30.0, 600.0  # the wait doubles
+TOGETHER_S = 600.0  # within which processes of one training begin their runs
+STATE_VERSION = 1  # of what a checkpoint of somebody else's loop has of its run
 KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
 
@@ -98,6 +99,10 @@ def make_timestamp() -> str:
 
 class NothingKept(ConfigError):
     """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
+
+
+class KeyHeld(ConfigError):
+    """Another process, or another run of this one, has the key."""
 
 
 def find_resumed_folder(runs: Path, resume: str) -> Path:
@@ -145,18 +150,28 @@ def find_unfinished_folder(runs: Path, key: str) -> Path | None:
     return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / TRAINING_LOCK) else None
 
 
-def lock_key(runs: Path, key: str) -> KeyLock:
+def find_unfinished_loop(runs: Path, key: str) -> Path | None:
+    """Return the same of a loop of somebody else's, who keeps its checkpoints where we do not look.
+    A training of our own, which knows its steps before the first, is none."""
+    newest = _find_newest(runs, key)
+    start = read_start(newest) if newest is not None else None
+    if newest is None or start is None or start.steps or _is_done(newest):
+        return None
+    return newest
+
+
+def lock_key(runs: Path, key: str, *, setting: str = "run.key") -> KeyLock:
     """Return the key, held until it is closed: from before its run has a folder, so that of two
-    first starts one trains. Raises ConfigError where another process has it, or nothing can be
-    written."""
+    first starts one trains. Raises KeyHeld where another process has it, and ConfigError where
+    nothing can be written."""
     try:
         lock = KeyLock.take(runs, key)
     except OSError as error:
         raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
     if isinstance(lock, KeyLock):
         return lock
-    raise ConfigError(
-        f"run.key: {make_printable(key, limit=80)} is being trained by {lock}; wait for it, end "
+    raise KeyHeld(
+        f"{setting}: {make_printable(key, limit=80)} is being trained by {lock}; wait for it, end "
         "it with "
         "`python -m flows.stop`, or choose another key"
     )
@@ -212,14 +227,18 @@ def lock_resumed_folder(folder: Path) -> FileLock:
 
 
 class FolderClaim:
-    """The folder of a new run: nobody else trains there until its context is left."""
+    """The folder of a run, which nobody else trains until its context is left: of a new one, or of
+    an earlier one that is gone on with."""
 
     key = ""  # by which a run is gone on with
+    resumes = False  # an earlier run is gone on with
+    anew = ""  # why not, where one was to be
 
     def __init__(self, runs: Path, name: str, locks: ExitStack | None = None) -> None:
         """locks: what is held already, and let go of with the folder."""
-        self.name = redact(name)
+        self.name = self._new_name = redact(name)
         self._runs, self._locks = runs, locks or ExitStack()
+        self._folder_lock: FileLock | None = None
         self.start: RunStart | None = None
         self.folder = self._choose_folder()
 
@@ -231,12 +250,38 @@ class FolderClaim:
 
     def hold_folder(self) -> None:
         """Lock the folder of a run that has just got one. Raises ConfigError."""
-        self._locks.enter_context(lock_for_training(self.folder))
+        self._folder_lock = self._locks.enter_context(lock_for_training(self.folder))
 
     def write_start(self, start: RunStart) -> None:
         """Keep how this start began."""
         self.start = start
         start.write(self.folder)
+
+    def mark_resume(self) -> RunStart:
+        """Return how the run began, marked as gone on with by this folder. Raises ConfigError."""
+        assert self.start is not None
+        try:
+            return self.start.mark_resume(self.folder)
+        except OSError as error:
+            problem = f"--resume {self.folder}: can't be written ({error.strerror})"
+            raise ConfigError(problem) from None
+
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
+        """Leave the run of before, which can't be gone on with, for a new one."""
+        self._let_go()
+        self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
+        self.resumes, self.folder = False, self._choose_folder()
+        self.start, self.name = None, self._new_name
+
+    def _go_on_with(self, folder: Path, lock: FileLock) -> None:
+        """Be the run of this folder, which is locked."""
+        self._folder_lock = lock
+        self.resumes, self.folder, self.start = True, folder, read_start(folder)
+        self.name = self.start.name if self.start else self._new_name
+
+    def _let_go(self) -> None:
+        if self._folder_lock is not None:
+            self._folder_lock.close()
 
     def _choose_folder(self) -> Path:
         return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
@@ -254,34 +299,26 @@ class RunClaim(FolderClaim):
         """name: of a new run. resume: which run to go on with. key: of this training, where its
         settings give none. Raises ConfigError."""
         self.key = config.run.key or key
-        self.anew = ""  # why the key does not go on with its last run
-        self._runs = runs
-        self._folder_lock: FileLock | None = None  # of the run to go on with
         self._is_by_key = bool(self.key and not resume)
-        self._new_name = redact(name or make_default_name(config))
         with ExitStack() as locks:  # first of the key: of two who look for its run one finds it
             if self.key:
                 locks.enter_context(lock_key(runs, self.key))
-            left = self._take_earlier(resume, locks)
-            super().__init__(runs, self._new_name, locks.pop_all())
-        self.resumes = left is not None
-        if left is not None:
-            self.folder, self.start = left, read_start(left)
+            super().__init__(runs, name or make_default_name(config), locks)
+            self._take_earlier(resume)
+            self._locks = locks.pop_all()
         self.earlier = self.start or find_failed_start(runs, self.key)  # whose retry this may be
-        self.name = self.start.name if self.start else self._new_name
 
-    def _take_earlier(self, resume: str | None, locks: ExitStack) -> Path | None:
-        """Return the folder of the run to go on with, locked; None where a new one begins."""
+    def _take_earlier(self, resume: str | None) -> None:
+        """Be the run to go on with, if there is one."""
         find = find_resumed_folder if resume else find_unfinished_folder
         left = find(self._runs, resume or self.key)
         try:
             if left is not None:
-                self._folder_lock = locks.enter_context(lock_resumed_folder(left))
+                self._go_on_with(left, self._locks.enter_context(lock_resumed_folder(left)))
         except NothingKept as nothing:
             if not self._is_by_key:
                 raise
-            self.anew, left = str(nothing), None
-        return left
+            self.anew = str(nothing)
 
     def check(self, plan: Plan) -> None:
         """Refuse to go on as another training. Where nothing is left to go on from, a key begins
@@ -292,30 +329,114 @@ class RunClaim(FolderClaim):
             except NothingKept as nothing:
                 self.begin_anew(nothing)
 
-    def mark_resume(self) -> RunStart:
-        """Return how the run began, marked as gone on with by this folder. Raises ConfigError."""
-        assert self.start is not None
-        try:
-            return self.start.mark_resume(self.folder)
-        except OSError as error:
-            problem = f"--resume {self.folder}: can't be written ({error.strerror})"
-            raise ConfigError(problem) from None
-
-    def begin_anew(self, why: ConfigError | RunGone) -> None:
-        """Leave the run of before, which can't be gone on with, for a new one of its key.
-
-        Raises NothingKept where that very run was asked for.
-        """
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
+        """Leave the run of before for a new one of its key. Raises NothingKept where that very run
+        was asked for."""
         if not self._is_by_key:
             raise NothingKept(
                 f"--resume {self.folder}: {why}; remove that folder, or train without --resume"
             ) from None
-        if self._folder_lock is not None:
-            self._folder_lock.close()
-        self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
-        self.resumes, self.folder = False, self._choose_folder()
-        self.start = self.earlier = None
-        self.name = self._new_name
+        super().begin_anew(why)
+        self.earlier = None
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """The run that a checkpoint of somebody else's loop names, and the step that it was at."""
+
+    run_id: str  # empty, where MLflow had not been told of it
+    folder: str  # its name
+    step: int
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> NamedRun | None:
+        """Return what `make_state` has made; None where it is nothing of the kind."""
+        with suppress(LookupError, TypeError, ValueError):
+            if int(state["version"]) <= STATE_VERSION and int(state["step"]) >= 0:
+                return cls(str(state["run_id"]), str(state["folder"]), int(state["step"]))
+        return None
+
+    def make_state(self) -> dict[str, Any]:
+        """Return this as plain values, for the checkpoint."""
+        return {"version": STATE_VERSION, **asdict(self)}
+
+
+class LoopClaim(FolderClaim):
+    """Which run a loop of somebody else's is: the one that its checkpoint names, else the newest of
+    its key that did not come to its end, else a new one. Key and folder are held from when its
+    context is entered."""
+
+    def __init__(self, runs: Path, name: str, key: str = "", of_rank: str = "") -> None:
+        """of_rank: the end of name and key, where this is one of several processes and not the
+        first."""
+        super().__init__(runs, name + of_rank)
+        self.key, self._of_rank = key and key + of_rank, of_rank
+        self.named: NamedRun | None = None  # by a checkpoint
+        self.step = 0  # that the run goes on after
+
+    def __enter__(self) -> Self:
+        """Raises KeyHeld, and ConfigError where nothing can be written."""
+        with self._locks:  # none is kept where this fails
+            if self.key:
+                self._locks.enter_context(lock_key(self._runs, self.key, setting="key"))
+            if self.named is not None:
+                self.take_named(self.named)
+            elif self.key and (left := find_unfinished_loop(self._runs, self.key)) is not None:
+                self._take(left, _find_newest_step(left))
+            self._locks = self._locks.pop_all()
+        return self
+
+    def take_named(self, named: NamedRun, give_up: Callable[[], None] = lambda: None) -> bool:
+        """Be the run that a checkpoint names; return whether that can be: else `anew` says why not.
+        give_up: is called before, and lets go of the run that this one was to be."""
+        folder = self.find_named(named)
+        if folder is None:
+            self.anew = f"no folder in {self._runs} is that of {named.run_id or named.folder}"
+            return False
+        return self._take(folder, named.step, give_up)
+
+    def find_named(self, named: NamedRun) -> Path | None:
+        """Return the folder of the run that a checkpoint names; of another rank than the one that
+        has written the checkpoint, that of its run which began with it."""
+        starts = {f: s for f in list_run_folders(self._runs) if (s := read_start(f)) is not None}
+        for folder, start in starts.items():
+            if named.folder == folder.name or (named.run_id and named.run_id == start.run_id):
+                if start.name.endswith(self._of_rank):
+                    return folder
+                apart_s = {
+                    f: abs(other.made_at - start.made_at)
+                    for f, other in starts.items()
+                    if other.name == start.name + self._of_rank
+                }
+                nearest = min(apart_s, key=apart_s.__getitem__, default=None)
+                return nearest if nearest is not None and apart_s[nearest] < TOGETHER_S else None
+        return None
+
+    def _take(self, folder: Path, step: int, give_up: Callable[[], None] = lambda: None) -> bool:
+        try:
+            lock = self._locks.enter_context(lock_for_training(folder))
+        except ConfigError as held:
+            self.anew = str(held).removeprefix("--resume ")
+            return False
+        try:
+            give_up()
+        except BaseException:
+            lock.close()
+            raise
+        self._let_go()
+        self.step = step
+        self._go_on_with(folder, lock)
+        return True
+
+    def begin_anew(self, why: ConfigError | TrackingError) -> None:
+        """Leave the run of before, which can't be gone on with, for a new one."""
+        super().begin_anew(why)
+        self.step = 0
+
+
+def _find_newest_step(folder: Path) -> int:
+    """Return the newest step that the log of a run knows."""
+    return max((step for _, step, _ in read_log_ends(folder / LOG)[1]), default=0)
 
 
 def check_resume(folder: Path, plan: Plan) -> None:

@@ -43,6 +43,7 @@ from headroom.base.event_log import (
     make_event,
     make_line,
     read_sent,
+    remove_folder,
     summarize_log,
 )
 from headroom.process import children
@@ -207,9 +208,8 @@ class Journal:
         *,
         start: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        if self._opening is None and not self._is_late:
-            self._answer("open", OPEN_S)  # it has imported MLflow
-            self._opening = self._answer_unless_away("open")
+        if not self._is_late:
+            self._wait_until_open()
         is_away = "away" in (answer := self._opening or {})
         event = {
             "start_ms": int(time() * 1000),
@@ -230,6 +230,7 @@ class Journal:
             answer = answer if self._wanted is None else self._answer_unless_away("begin")
         except (SenderEnded, TrackingError):
             self._leave_nothing()
+            self.told, self._ms, self._earlier_ids = LogSummary(), 0, {}
             raise
         if not is_away and "away" in answer:
             self._note_away(answer["away"])
@@ -238,6 +239,28 @@ class Journal:
             raise RunGone(answer["gone"])
         self.is_begun, self._wanted = True, None
         return dict(answer.get("past", {}))
+
+    def _wait_until_open(self) -> None:
+        if self._opening is None:
+            self._answer("open", OPEN_S)  # it has imported MLflow
+            self._opening = self._answer_unless_away("open")
+
+    def take_back(self) -> None:
+        """Let nothing be left of a run that has begun and of which nothing was measured, here nor
+        in MLflow: another one is gone on with in its place. Raises TrackingError and OSError; the
+        run then goes on."""
+        assert self._log is not None, "take_back() before create()"
+        self._wait_until_open()
+        self._tell({"take_back": str(self.folder)})
+        answer = self._answer("take_back", OPEN_S)
+        if "away" in answer:
+            raise TrackingError(answer["away"])
+        self._log.close()
+        remove_folder(self.folder)
+        self._log, self._begin_at, self.told, self._ms = None, None, LogSummary(), 0
+        self.run_id = self.experiment_id = ""
+        self.is_begun = self._is_late = False
+        self._has_heard.clear()
 
     def _append_begin(self, event: Mapping[str, Any], start: Mapping[str, Any] | None) -> None:
         """Open the log, and let it say how the run begins or goes on. Raises OSError."""
@@ -306,25 +329,43 @@ class Journal:
         """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
         also those that were told of this very step before this process. age_s: how long ago the
         step was taken."""
-        if self.told.steps and step != ONCE:
-            steps, first = self.told.steps, step + again
-            metrics = {k: v for k, v in metrics.items() if steps.get(k, -1) < first}
-        if metrics:
-            self.log_steps([(metrics, step, age_s)])
+        self.log_steps([(metrics, step, age_s)], again=again)
 
-    def log_steps(self, entries: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
+    def log_steps(
+        self,
+        entries: Sequence[tuple[Mapping[str, float], int, float]],
+        *,
+        again: bool = False,
+    ) -> None:
         """Keep metrics of several steps, each with its age, by one write."""
         assert self._log is not None, "log() before create()"
+        new = [
+            (metrics, step, age_s)
+            for told, step, age_s in entries
+            if (metrics := self._select_untold(told, step, again=again))
+        ]
+        if not new:
+            return
         try:
             self._restore()
             lines = [
                 make_line(metrics, step, unix_ms=self._compute_ms(age_s))
-                for metrics, step, age_s in entries
+                for metrics, step, age_s in new
             ]
             with self._writing:
                 append_line(self._log, b"".join(lines))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
+
+    def _select_untold(
+        self, metrics: Mapping[str, float], step: int, *, again: bool
+    ) -> Mapping[str, float]:
+        """Return the metrics that were not told of this step, or of a later one, before this
+        process."""
+        if not self.told.steps or step == ONCE:
+            return metrics
+        steps, first = self.told.steps, step + again
+        return {k: v for k, v in metrics.items() if steps.get(k, -1) < first}
 
     def tag(self, tags: Mapping[str, str]) -> None:
         """Keep tags of a run that goes on; any thread may do so. What the disk has no room for the

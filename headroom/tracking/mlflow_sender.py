@@ -87,6 +87,8 @@ class Session:
         """Take a line of the training process, and answer it."""
         if "where" in line:
             return self._answer_for("open", lambda: self.open(**line))
+        if "take_back" in line:
+            return self._answer_for("take_back", self.take_back)
         self.wake = line
         folder = Path(line["folder"])
         if end := line.get("end") or read_end(folder):
@@ -96,6 +98,24 @@ class Session:
         elif self.sender is None:
             self.is_patient = True  # nobody waits for it
             self.held = self.held or try_sending_lock(folder)
+
+    def take_back(self) -> dict[str, Any]:
+        """Let MLflow have nothing of the run that has begun: another is gone on with in its place.
+
+        Raises what MLflow raises.
+        """
+        if self.system is not None:
+            self.system.finish()
+        if self.sender is not None and self.client is not None:
+            self.sender.telemetry.close()
+            run_id = self.sender.state.run_id
+            self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
+            self.client.delete_run(run_id)
+        if self.held is not None:
+            self.held.close()
+        self.system = self.sender = self.held = None
+        self.is_patient, self.opened_at, self.gate_of = False, math.inf, ""
+        return {}
 
     def _answer_for(self, to: str, call: Callable[[], dict[str, Any]]) -> None:
         """Answer with what the call returns, or with why it can't: the training process has to

@@ -103,7 +103,7 @@ class _GuardedLog(AllocationLog):
 # What the account itself asks, under its own guard.
 ASKED = (
     *("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end"),
-    *("find_layers", "make_step_block", "make_phase_block"),
+    *("find_layers", "make_step_block", "make_phase_block", "settle"),
 )
 
 
@@ -111,7 +111,8 @@ class OwnLoop(Guarded, raising=ASKED):
     """The accounts of somebody else's loop. Each method is one that a callback may call."""
 
     # Of one that measures nothing, since what would have begun it has failed.
-    done = 0  # steps
+    done = 0  # steps, with those of the run before it went on here
+    earlier = 0  # of them
     rows = 0
     stage = ""  # what the loop says that it does, by the name of a phase
     has_updated = False  # an optimizer has, in the step that has begun
@@ -234,6 +235,26 @@ class OwnLoop(Guarded, raising=ASKED):
             self._adopts = True
             self._hooks.append(register_optimizer_step_pre_hook(self._hook(self._adopt)))
 
+    @property
+    def _taken(self) -> int:
+        """Return how many steps were taken here."""
+        return self.done - self.earlier
+
+    def go_on_after(self, step: int) -> None:
+        """Number the steps as those that follow this one; before the first of them."""
+        if not self._taken:
+            self.done = self.earlier = step
+            self._next = step + 1
+            self._metrics.go_on_after(step)
+
+    def settle(self) -> None:
+        """Log what is not logged yet, on the device too: a checkpoint is written, and what a
+        process had in mind ends with it."""
+        if not self.is_deaf:
+            self._settle_plain_steps()
+            self._metrics.drain()
+            self._keep_lines(at_once=True)
+
     def count_rows_of(self, model: nn.Module) -> None:
         """Count the rows that this model is given in training, where no batch tells of them."""
 
@@ -280,7 +301,7 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._is_open = self._is_asked  # else a step that never came
                 return
             self.end_wait(batch)
-            if is_first and self.done:
+            if is_first and self._taken:
                 self.accounts.first_waits_s += self._wait_s
             yield batch
             del batch  # gone before the next one comes
@@ -374,8 +395,8 @@ class OwnLoop(Guarded, raising=ASKED):
             is_counted=is_counted,
         )
         self.accounts.skip_step()  # until one begins of which more is measured
-        self._next = next(filter(_is_watched, count(self.done + 1)))
-        if self.done == 1:
+        self._next = next(filter(self._is_watched, count(self.done + 1)))
+        if self._taken == 1:
             self._first_s = perf_counter()
         if self._lines:
             self._keep_lines()
@@ -399,6 +420,10 @@ class OwnLoop(Guarded, raising=ASKED):
         self._forget_step()
         if self._lines and now_s - self._kept_s >= READ_EVERY_S:
             self._keep_lines()
+
+    def _is_watched(self, step: int) -> bool:
+        """Return whether more than its time is measured of this step."""
+        return _is_sampled(step - self.earlier) or step % LOG_EVERY == 0 or step in EARLY
 
     def _settle_plain_steps(self) -> None:
         """Let the accounts have the steps that were plain."""
@@ -578,8 +603,10 @@ class OwnLoop(Guarded, raising=ASKED):
         for handle in self._hooks:
             handle.remove()
         watch = self.accounts.watch
-        late_s = min(perf_counter() - self._ended_s, watch.compute_lap_s()) if self.done else 0.0
-        if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
+        late_s = min(perf_counter() - self._ended_s, watch.compute_lap_s()) if self._taken else 0.0
+        if (
+            self._taken and self.done % LOG_EVERY and self.done not in EARLY
+        ):  # nobody knew that it is the last one
             self._metrics.add_log_point(None)
         self._drain()
         watch.move(late_s, "steps", AFTER)  # since the last step
@@ -592,7 +619,7 @@ class OwnLoop(Guarded, raising=ASKED):
                 "steps: no optimizer of PyTorch was seen; each backward pass counts as a step, "
                 "unless `with run.step():` says what is one"
             )
-        if self.done:
+        if self._taken:
             return
         if self._updates:
             self._tell(
@@ -620,9 +647,9 @@ class OwnLoop(Guarded, raising=ASKED):
         """Return what was measured, under the names of the run record."""
         metrics = self.accounts.measure_memory()
         metrics.pop("memory/data_mib", None)  # nobody tells what of a loop's tensors are data
-        if not self.done:
+        if not self._taken:
             return metrics
-        metrics |= self.accounts.summarize(steps=self.done, rows=self.rows, counted=self._counted)
+        metrics |= self.accounts.summarize(steps=self._taken, rows=self.rows, counted=self._counted)
         for part in BESIDE:  # nothing is known of those that the loop has not named
             if part not in self._told:
                 metrics.pop(f"time/{part}_s", None)
@@ -717,10 +744,10 @@ class OwnLoop(Guarded, raising=ASKED):
     def _begin_watched_step(self, step: int) -> bool:
         """Begin a step of which more is measured than its time; return whether its phases are."""
         self._settle_plain_steps()
-        if not self.done:
+        if not self._taken:
             self.accounts.lap("setup")
             self._began_s = perf_counter()
-        is_sampled = _is_sampled(step)
+        is_sampled = _is_sampled(step - self.earlier)
         self.accounts.begin_step(step, is_sampled=is_sampled)
         return is_sampled or self.accounts.watched is not Watched.NOT
 
@@ -737,7 +764,7 @@ class OwnLoop(Guarded, raising=ASKED):
     def _can_afford_count(self) -> bool:
         """Return whether counting a step takes little beside what the training has taken."""
         steps, _ = self._counted
-        if not self.done:
+        if not self._taken:
             return False
         now_s = perf_counter()
         if steps:
@@ -747,7 +774,7 @@ class OwnLoop(Guarded, raising=ASKED):
                 self._parts = sum(1 for model in self.models for _ in model.modules())
                 self._parts += sum(1 for _ in self.list_owned()["parameters"])
             parts = self._parts
-            since_s, plain = now_s - self._first_s, self.done - 1
+            since_s, plain = now_s - self._first_s, self._taken - 1
             step_s = since_s / plain if plain else now_s - self._began_s
             cost_s = min(COUNT_STEPS * step_s, self._forwards * parts * COUNT_PART_S or step_s)
             cost_s = max(cost_s, COUNT_FIRST_S)
@@ -848,7 +875,7 @@ class OwnLoop(Guarded, raising=ASKED):
         if not torch.is_grad_enabled() or _is_transformed():
             return
         self._forward_by = "a hook"
-        if self.done + 1 == EARLY[-1]:
+        if self._taken + 1 == EARLY[-1]:
             self.accounts.phases.add_graph(measure_graph(nested.find_tensors(output)))
         for tensor in islice(nested.find_tensors(output), MOST_OUTPUTS):
             if tensor.grad_fn is not None:
@@ -917,15 +944,10 @@ class OwnLoop(Guarded, raising=ASKED):
             self._end_step()
 
 
-def _is_watched(step: int) -> bool:
-    """Return whether more than its time is measured of this step."""
-    return _is_sampled(step) or step % LOG_EVERY == 0 or step in EARLY
-
-
 def _is_sampled(step: int) -> bool:
-    """Return whether this step is timed phase by phase: the first ones, then a quarter, a sixteenth
-    and at last a thirtieth of them, not at an even distance, since a loader may be late at each
-    fourth batch."""
+    """Return whether this one of the steps that are taken here is timed phase by phase: the first
+    ones, then a quarter, a sixteenth and at last a thirtieth of them, not at an even distance,
+    since a loader may be late at each fourth batch."""
     if step <= EARLY_STEPS:
         return step <= TIME_FIRST or step * 7919 % 31 < 8
     return step * 7919 % 31 < (2 if step <= MANY_STEPS else 1)

@@ -342,6 +342,12 @@ class Stopwatch:
         self._last, self._last_cpu = now, now_cpu
         return lap_s
 
+    def leave_out_lap(self) -> None:
+        """Let the time since the last lap be no part of the run."""
+        now, now_cpu = perf_counter(), process_time()
+        self._began += now - self._last
+        self._last, self._last_cpu = now, now_cpu
+
     def compute_lap_s(self) -> float:
         """Return the seconds since the last lap."""
         return perf_counter() - self._last

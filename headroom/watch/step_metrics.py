@@ -201,6 +201,10 @@ class StepMetrics:
         values = state["values"].tolist()
         self._tell([_LogPoint(*point) for point in state["points"]], values, state["losses"])
 
+    def go_on_after(self, step: int) -> None:
+        """Number the steps as those that follow this one."""
+        self._step = step
+
     def restart(self) -> None:
         """Leave the first step, which holds warm-up and compilation, out of the speeds."""
         self._timed = (0, 0)
