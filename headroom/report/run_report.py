@@ -84,7 +84,7 @@ def _render_bars(block: Block) -> Table:
     table.add_column(ratio=1)
     for bar in block.bars:
         share = "" if bar.share is None else format_percent(bar.share)
-        table.add_row(bar.label, bar.value, share, _Rule(bar.length))
+        table.add_row(Text(bar.label), bar.value, share, _Rule(bar.length))
     titled = Table.grid(expand=True)
     titled.add_row(Text(block.title, style="dim", no_wrap=True))
     titled.add_row(_Wide(table))

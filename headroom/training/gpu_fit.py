@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from headroom.base.facts import DeviceFacts
 from headroom.base.units import format_mebibytes, make_printable, parse_mebibytes
@@ -209,7 +210,8 @@ def make_layer_table(forecast: Forecast) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for group in group_layers(told):
         sizes = [_format_size(size) if size else "" for size in group.split().values()]
-        table.add_row(group.label, *sizes, _format_size(group.bytes))
+        label = Text(make_printable(group.label, limit=80))  # a path is no markup
+        table.add_row(label, *sizes, _format_size(group.bytes))
     return table
 
 

@@ -255,7 +255,10 @@ class AllocationLog(TorchDispatchMode):
         several layers share, in what has them all."""
         paths: dict[int, str] = {}
         for path, tensor in tensors:
-            key = _get_storage_key(get_local_part(tensor))
+            part = get_local_part(tensor)
+            if part.device.type != self._device.type:
+                continue
+            key = _get_storage_key(part)
             known = paths.setdefault(key, path)
             if known != path:
                 paths[key] = _find_shared_path(known, path)

@@ -314,10 +314,11 @@ def test_the_largest_layers_are_bars_on_a_terminal_and_a_table_by_owner_on_pages
 
 def test_the_path_of_a_layer_acts_on_nothing() -> None:
     held = {"activations": 2**20}
-    layers = {EVIL.replace(".", ""): held, "a": held}
+    layers = {EVIL.replace(".", ""): held, "[red]": held}
     run = {**_cuda(), "layers": {"owners": held, "layers": layers, "outside": {}}}
     assert "<script>" not in _page(run) + _note(run)
     assert "\x1b[2J" not in _terminal(run, width=100)
+    assert "[red]" in _terminal(run, width=100)
 
 
 def test_a_leak_is_named_largest_first() -> None:
