@@ -118,6 +118,8 @@ class OwnLoop(Guarded, raising=ASKED):
     has_updated = False  # an optimizer has, in the step that has begun
     is_deaf = True  # it measures nothing, not yet or no more
     batch_shape: tuple[int, ...] = ()
+    models: list[nn.Module] = []  # noqa: RUF012 (nobody adds to it)
+    optimizers: list[Optimizer] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -145,8 +147,7 @@ class OwnLoop(Guarded, raising=ASKED):
         )
         self._looks = self.accounts.looks
         self.device = device
-        self.models: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
+        self.models, self.optimizers = [], []
         facts = LoopFacts(
             *(0, LOG_EVERY, self._read_rate),
             early=EARLY,
