@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-cuda test-ui lint docs ui serve serve-down bench mutants chaos clean
+.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -16,6 +16,7 @@ help:
 	@echo 'make serve-down   end exactly those'
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings, names'
+	@echo 'make site         the pages as a site that needs no network, in site/'
 	@echo 'make bench        the benchmarks'
 	@echo 'make chaos        trainings and runs killed, damaged, doubled by the hundred: an hour'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
@@ -40,7 +41,7 @@ train: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not ui and not slow' $(ARGS)
 
-test-all: .venv/.team .venv/.adapters
+test-all: .venv/.team .venv/.adapters .venv/.site
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: .venv/.adapters
@@ -61,6 +62,15 @@ lint: .venv/.ready
 
 docs: .venv/.ready
 	$(BIN)/python -m tests.test_house
+
+site: .venv/.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo 'site/index.html; to search in it: $(BIN)/python -m http.server --directory site'
+
+# What makes the site; nothing else needs it.
+.venv/.site: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
+	@touch $@
 
 ui: .venv/.ready
 	$(BIN)/python -m headroom.services.serve ui

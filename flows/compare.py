@@ -24,10 +24,12 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from flows.cli.compare_command import parse_comparison
+from flows.cli.compare_command import compare_from_python, parse_comparison
+from headroom.base.notebook import show_answer
 from headroom.base.units import make_printable
 from headroom.comparison.comparison import open_comparison
 from headroom.comparison.grid import ComparisonRequest
+from headroom.comparison.page import make_comparison_fragment
 from headroom.prefect_flows.flow_run import CalledFlow, mark_begun
 from headroom.process.redaction import redact_command_line, redact_errors
 
@@ -43,12 +45,14 @@ def _make_name() -> str:
 @partial(
     CalledFlow,
     name="compare",
+    call=compare_from_python,
     shown=_hide_secrets,
     flow_run_name=_make_name,
     validate_parameters=False,
 )
-def compare(words: list[str], plan: ComparisonRequest | None = None) -> int:
-    """Train what the words of the command line ask for, or read the runs that they name.
+def compare(words: list[str], plan: ComparisonRequest | None = None) -> dict[str, Any]:
+    """Train what the words of the command line ask for, or read the runs that they name; return
+    the answer of `--json`, and the status of the comparison.
 
     Args:
         words: As behind `python -m flows.compare`, e.g. ["--vary", "train.batch_size=64,256"].
@@ -59,5 +63,7 @@ def compare(words: list[str], plan: ComparisonRequest | None = None) -> int:
         request = plan or parse_comparison(words)
         with open_comparison(request) as comparison:
             groups = comparison.train() if request.cells else comparison.read()
-            comparison.publish(comparison.compare(groups))
-        return comparison.exit_code
+            report = comparison.compare(groups)
+            comparison.publish(report)
+            answer = {**comparison.describe(report), "status": comparison.status}
+            return show_answer(answer, partial(make_comparison_fragment, report))

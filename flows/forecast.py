@@ -3,7 +3,8 @@
 python -m flows.forecast model:make_model --batch 64x3x224x224 --optimizer adamw
 
 It trains nothing and takes no memory of a model whose constructor does not compute. Exit codes: 0
-it fits one of the GPUs at least, 2 none of them, or bad input.
+it fits one of the GPUs at least, 2 none of them, or bad input; with --require: 0 it fits all that
+are required, 1 it does not.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--optimizer-arg", action="append", default=[], metavar="momentum=0.9")
     add("--loss", metavar="MODULE:NAME", help="a function of what the model returns")
     add("--autocast", choices=("bf16", "fp16"), help="the type that torch.autocast is given")
-    add("--for", dest="gpus", default="t4,l4,a100-40,a100-80,h100", help="or sizes such as 24GiB")
+    add("--for", dest="gpus", metavar="t4,24GiB", help="(default: t4,l4,a100-40,a100-80,h100)")
+    add("--require", action="append", default=[], metavar="t4", help="a GPU that it has to fit")
     add("--json", action="store_true", help="one line of JSON")
     return parser.parse_args(arguments)
 
@@ -36,10 +38,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code."""
     options = parse(arguments)
-    from headroom.training.gpu_fit import describe_fits, describe_memory
+    from headroom.training.gpu_fit import (
+        conclude_fits,
+        describe_fits,
+        describe_memory,
+        parse_asked_sizes,
+    )
     from headroom.training.loop_forecast import forecast_own_step
 
     try:
+        sizes, required = parse_asked_sizes(options.gpus, options.require)
         forecast: Any = forecast_own_step(
             options.model,
             options.batch,
@@ -47,16 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             optimizer_args=options.optimizer_arg,
             loss=options.loss,
             autocast=options.autocast,
-            gpus=options.gpus,
+            sizes_mib=sizes,
         )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print_answer({**describe_fits(forecast.gpus), "memory": describe_memory(forecast.memory)})
+        answer = describe_fits(forecast.gpus, required)
+        print_answer({**answer, "memory": describe_memory(forecast.memory)})
     else:
         print(forecast)
-    return 0 if any(gpu.fits for gpu in forecast.gpus.values()) else 2
+    return conclude_fits(forecast.gpus, required)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ where its time and memory went, and that the device was given back.
             with run.step():
                 ...
 
-A door is imported when it is asked for: `import headroom` costs nothing. `account`, `forecast` and
-`fits` import neither Prefect nor MLflow; `train`, `predict`, `compare` and `judge` are the
-commands of these names. headroom.lightning, .transformers, .accelerate and .ultralytics account for
-the loops of these frameworks.
+A door is imported when it is asked for: `import headroom` costs nothing. `account`, `forecast`,
+`peak` and `fits` import neither Prefect nor MLflow; `train`, `predict`, `compare` and `judge` are
+the commands of these names. headroom.lightning, .transformers, .accelerate and .ultralytics account
+for the loops of these frameworks, and headroom.pytest_plugin makes memory a test.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headroom.run.account import Account as account
-    from headroom.training.loop_forecast import fits
+    from headroom.training.loop_forecast import fits, peak
     from headroom.training.loop_forecast import forecast_model as forecast
 
 _DOORS = {
     "account": ("headroom.run.account", "Account"),
     "forecast": ("headroom.training.loop_forecast", "forecast_model"),
     "fits": ("headroom.training.loop_forecast", "fits"),
+    "peak": ("headroom.training.loop_forecast", "peak"),
 }
 _FLOWS = ("train", "predict", "compare", "judge")
 
-__all__ = ["account", "compare", "fits", "forecast", "judge", "predict", "train"]
+__all__ = ["account", "compare", "fits", "forecast", "judge", "peak", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:

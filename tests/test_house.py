@@ -56,8 +56,9 @@ STOREYS = {
     "need no flow: forecast, new, runs, stop. No class, no torch.",
     "tasks": "One Prefect task a file: facts in, facts out, no tensor. And the forecast of memory "
     "that a person asks for before there is a run.",
-    "headroom": "The doors of the library, the command `headroom`, and the accounts of loops that "
-    "a framework runs: a file for each framework, imported by its users alone.",
+    "headroom": "The doors of the library, the command `headroom`, the accounts of loops that a "
+    "framework runs, a file for each framework, and the plugin of pytest: imported by their users "
+    "alone.",
 }
 # What a test may import of a room that it does not lie in: what the rooms hand to each other, and
 # what makes it. Everything else of a room is for the tests in its own folder, tests/ROOM or

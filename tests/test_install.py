@@ -117,7 +117,7 @@ def test_the_doors_import_neither_prefect_nor_mlflow() -> None:
     code = (
         "import sys, headroom\n"
         "assert 'torch' not in sys.modules\n"
-        "headroom.account, headroom.forecast, headroom.fits\n"
+        "headroom.account, headroom.forecast, headroom.fits, headroom.peak\n"
         "print([name for name in ('prefect', 'mlflow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -88,6 +88,7 @@ class Clone(NamedTuple):
             "PYTHONPATH": str(self.folder),  # as where it is installed: also from another folder
             "MPLCONFIGDIR": os.environ["MPLCONFIGDIR"],
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTEST_PLUGINS": "headroom.pytest_plugin",  # also where an older one is installed
             "TESTS_WARM_KIND": "torch",  # of `python -c`
             **({} if self.done else {"TESTS_COLD": "1"}),  # the first imports all itself
         }
@@ -209,4 +210,18 @@ def test_the_scripts_and_manifests_of_a_cluster_can_be_read() -> None:
         checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert checked.returncode == 0 and not checked.stderr, checked.stderr
     kinds = [one["kind"] for text in manifests for one in yaml.safe_load_all(text)]
-    assert kinds == ["PyTorchJob", "Service", "Job"]
+    assert kinds == ["TrainJob", "Service", "Job"]
+
+
+def test_the_job_of_a_spot_machine_puts_its_runs_into_the_bucket(clone: Clone) -> None:
+    """A mount that is not cached takes no log that grows: tried with rclone on an S3 store."""
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    job = yaml.safe_load(re.search(r"```yaml\n(name: night.*?)```", text, re.DOTALL)[1])
+    assert {path: at["mode"] for path, at in job["file_mounts"].items()} == {
+        "/runs": "MOUNT_CACHED"
+    }
+    (clone.folder / "spot").mkdir()
+    shutil.copy(ROOT / "mlflow.yaml", clone.folder / "spot")
+    clone.run("sh", "-ec", f"cd spot\n{job['run'].rstrip()} --dry-run")
+    told = yaml.safe_load((clone.folder / "spot" / "mlflow.yaml").read_text())
+    assert told == {**yaml.safe_load((ROOT / "mlflow.yaml").read_text()), "runs": "/runs"}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from flows.cli import flags
 from headroom.base.program import Parser
@@ -78,7 +79,33 @@ def _run_flow(argv: list[str], request: ComparisonRequest) -> int:
     from headroom.prefect_flows.flow_run import run_at_desk
 
     this_flow_run.raise_signals()
-    return int(run_at_desk(compare, compare.fn, words=argv, plan=request))
+    answer = run_at_desk(compare, compare.fn, words=argv, plan=request)
+    return 0 if answer["status"] == "FINISHED" else 1
+
+
+def compare_from_python(
+    run_flow: Callable[..., Any], words: Sequence[str], plan: ComparisonRequest | None = None
+) -> dict[str, Any]:
+    """Compare as the command line with these words does, and return the answer. plan: what they
+    mean, where the command has asked. Raises ConfigError and what the flow raises."""
+    from prefect.context import FlowRunContext
+
+    from flows.cli.train_command import set_up_call
+    from flows.compare import compare
+    from headroom.prefect_flows.flow_run import run_at_desk
+    from headroom.run.preflight import BAD_INPUT
+
+    answer: dict[str, Any]
+    if plan is not None or FlowRunContext.get() is not None:  # or it is a step of another flow
+        answer = run_flow(words=words, plan=plan)
+        return answer
+    try:
+        request = parse_comparison(words)
+        with set_up_call():
+            answer = run_at_desk(run_flow, compare.fn, words=[*words], plan=request)
+    except BAD_INPUT as error:
+        raise error.with_traceback(None) from None
+    return answer
 
 
 def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:

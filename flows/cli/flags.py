@@ -27,6 +27,10 @@ _VALUES = {
         "GPU,GPU",
         "With --forecast: on GPUs that are not here, such as t4, a100-40 or 24GiB.",
     ),
+    "--require": (
+        "GPU",
+        "With --forecast: a GPU that it has to fit; once for each. Else the exit code is 1.",
+    ),
 }
 _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
@@ -75,7 +79,7 @@ examples:
   python -m flows.train --model.args.dropout 0.1 --device.name cuda:1 --dry-run
 
 exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated;
---forecast: 0 it fits, 2 it does not
+--forecast: 0 it fits, 2 it does not; with --require: 1 it does not
 """
 
 
@@ -83,9 +87,9 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     """Return what the words ask for.
 
     A namespace of config (a RunConfig), config_file, resume, dry_run, forecast, elsewhere
-    (the GPUs of --for, or None), explain_device, debug; and the words themselves. Raises
-    ConfigError with every problem of the words, the file and the flags. --help prints and
-    exits with 0.
+    (the GPUs of --for, or None), required (each --require), explain_device, debug; and the words
+    themselves. Raises ConfigError with every problem of the words, the file and the flags.
+    --help prints and exits with 0.
     """
     try:
         options, unknown = _make_parser().parse_known_args(tie_values(argv))
@@ -94,6 +98,7 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     flag_values: dict[str, list[Any]] = {
         k: v for k, v in vars(options).items() if isinstance(v, list)
     }
+    required = flag_values.pop("--require", [])
     problems = []
     for word in unknown:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -115,8 +120,9 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     flags = {name: values[-1] for name, values in flag_values.items()}
     file, resume = flags.pop("--config", None), flags.pop("--resume", None)
     elsewhere = flags.pop("--for", None)
-    if elsewhere is not None and not options.forecast:
-        problems.append("--for: goes with --forecast")
+    for name, given in (("--for", elsewhere), ("--require", required)):
+        if given and not options.forecast:
+            problems.append(f"{name}: goes with --forecast")
     if resume is not None:
         from headroom.run.resume import find_resumed_folder  # imports PyTorch
         from headroom.tracking.tracking_settings import read_tracking_settings
@@ -138,6 +144,7 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         dry_run=options.dry_run,
         forecast=options.forecast,
         elsewhere=elsewhere,
+        required=required,
         explain_device=options.explain_device,
         json=options.json,
         debug=options.debug,

@@ -18,8 +18,10 @@ from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
+from headroom.base.notebook import show_answer
 from headroom.base.secret_texts import hide_secrets
 from headroom.prefect_flows.flow_run import CalledFlow, run_at_desk
+from headroom.report.run_report import make_fragment
 from headroom.run.gate import GateFailed
 from headroom.run.preflight import BAD_INPUT, mark_checked, resolve_and_check
 from headroom.run.resume import read_resumed_settings
@@ -73,7 +75,7 @@ def _train_from_python(
         train_command.print_report(failed.run)
         raise
     train_command.print_report(run)
-    return run
+    return show_answer(run, partial(make_fragment, run, open_command=run["open_command"]))
 
 
 def _refuse_unknown(unknown: Mapping[str, Any]) -> None:

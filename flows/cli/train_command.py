@@ -109,6 +109,8 @@ def print_report(run: Mapping[str, Any]) -> None:
     from headroom.report import run_report
 
     command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
+    if run_report.show_in_notebook(run, open_command=command):
+        return
     Console(file=sys.stdout).print(
         run_report.make_terminal_report(run, open_command=command), crop=False
     )
@@ -135,17 +137,24 @@ def _print_forecast(request: Namespace) -> int:
     from rich.console import Console
 
     from headroom.run.preflight import BAD_INPUT
-    from headroom.training.gpu_fit import describe_fits, make_gpu_table, parse_gpu_sizes
+    from headroom.training.gpu_fit import (
+        conclude_fits,
+        describe_fits,
+        make_gpu_table,
+        make_layer_table,
+        parse_asked_sizes,
+    )
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
 
     try:
-        if request.elsewhere is not None:
-            gpus = forecast_on_gpus(request.config, parse_gpu_sizes(request.elsewhere))
+        if request.elsewhere is not None or request.required:
+            sizes, required = parse_asked_sizes(request.elsewhere, request.required)
+            gpus = forecast_on_gpus(request.config, sizes)
             if request.json:
-                print_answer(describe_fits(gpus))
-                return 0 if any(gpu.fits for gpu in gpus.values()) else 2
-            Console().print(make_gpu_table(gpus, request.config.train.batch_size))
-            return 0 if any(gpu.fits for gpu in gpus.values()) else 2
+                print_answer(describe_fits(gpus, required))
+            else:
+                Console().print(make_gpu_table(gpus, request.config.train.batch_size))
+            return conclude_fits(gpus, required)
         foreseen = forecast_memory(request.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
@@ -153,7 +162,7 @@ def _print_forecast(request: Namespace) -> int:
     if request.json:
         print_answer(foreseen.describe())
     else:
-        Console().print(foreseen.make_table())
+        Console().print(foreseen.make_table(), make_layer_table(foreseen.memory))
     return 0 if foreseen.fits else 2
 
 

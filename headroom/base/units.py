@@ -1,7 +1,7 @@
 """Format numbers and names for people: seconds, MiB, shares, and text that cannot move the
 cursor, forge a line or break a table. Nothing is refused: odd input is shown as it is, cut and
 made printable. What is not known never gets here; the caller leaves it out. And read the durations
-that people write, such as 6h.
+and sizes that people write, such as 6h and 24 GiB.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 
 ELLIPSIS = "..."
 UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(gib|mib)", re.ASCII | re.IGNORECASE)
 _PART = re.compile(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)({'|'.join(UNITS_S)})")
 
 
@@ -21,6 +22,14 @@ def parse_seconds(text: str) -> float | None:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
     return sum(float(number) * UNITS_S[unit] for number, unit in parts)
+
+
+def parse_mebibytes(text: str) -> float | None:
+    """Return the MiB of a size in GiB or MiB, such as 24GiB or 900 MiB; None where it is none."""
+    size = _SIZE.fullmatch(text.strip())
+    if size is None:
+        return None
+    return float(size[1]) * (1024 if size[2].lower() == "gib" else 1)
 
 
 def format_seconds(value_s: float) -> str:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from headroom.base import notebook
 from headroom.base.names import Place, list_shown
 from headroom.base.program import print_answer
 from headroom.base.units import format_number
@@ -68,10 +69,7 @@ class Comparison:
     status: str = "KILLED"  # of its run in MLflow, while it has not come to its end
     text: str = ""
     files: list[Path] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.status == "FINISHED" else 1
+    cell_line: notebook.Line | None = None  # how far it is, in a notebook
 
     @property
     def trained(self) -> list[Cell]:
@@ -81,6 +79,7 @@ class Comparison:
     def train(self) -> list[Group]:
         """Train all that has not ended yet, and return the trainings by group."""
         assert self.state is not None
+        self.cell_line = notebook.make_line()
         source = self.trials or trainings.GridSource(self.state, self.request.cells)
         try:
             trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
@@ -159,13 +158,18 @@ class Comparison:
         if not self.request.json:
             print(line, flush=True)
 
+    def describe(self, report: ComparisonReport) -> dict[str, Any]:
+        """Return what it has found, for a program."""
+        parent = self.state.run_id if self.state is not None else None
+        return {**page.describe_report(report), "page": str(self.files[0]), "run_id": parent}
+
     def _print(self, report: ComparisonReport) -> None:
-        """Print the report, or all of it as one object for a program."""
+        """Print the report, or all of it as one object for a program; show it in a notebook."""
         if self.request.json:
-            parent = self.state.run_id if self.state is not None else None
-            return print_answer(
-                {**page.describe_report(report), "page": str(self.files[0]), "run_id": parent}
-            )
+            return print_answer(self.describe(report))
+        if notebook.find_shell() is not None:
+            html = page.make_comparison_fragment(report)
+            return notebook.show(html, page.make_markdown(report))
         console = Console(highlight=False)
         for line in report.doubts:
             console.print(f"! {line}", markup=False)
@@ -219,7 +223,10 @@ class Comparison:
             said += f", {self.trials.goal.name} {format_number(ended.value)}"
         error = f": {ended.error}" if ended is not None and ended.error else ""
         line = f"{cell.number}/{self.request.count} {cell.called}: {said}{error}"
-        print(line, file=sys.stderr, flush=True)
+        if self.cell_line is not None:
+            self.cell_line.write(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
         if ended is None or self.trials is None or self.state is None:
             return
         if ended.status == "PRUNED" and ended.run_id:

@@ -41,7 +41,7 @@ from headroom.comparison.run_groups import (
     format_with_spread,
     shorten_names,
 )
-from headroom.report.html_page import STYLE, embed_image, make_document
+from headroom.report.html_page import STYLE, embed_image, make_document, make_fragment
 from headroom.report.plots import (
     BLUE,
     GREEN,
@@ -445,6 +445,25 @@ def _write_csv(file: Path, comparison: ComparisonReport) -> None:
 
 def _make_html(comparison: ComparisonReport, files: Mapping[str, Path]) -> str:
     title = escape(comparison.title)
+    return make_document(
+        title,
+        STYLE + MORE_STYLE,
+        f"<h1>{title}</h1>",
+        *_make_first_parts(comparison),
+        *(
+            f"<h2>{escape(ALT[name])}</h2>{embed_image(ALT[name], file.read_bytes())}"
+            for name, file in files.items()
+        ),
+        *_make_last_parts(comparison),
+    )
+
+
+def make_comparison_fragment(comparison: ComparisonReport) -> str:
+    """Return the page without pictures, for a notebook."""
+    return make_fragment(*_make_first_parts(comparison), *_make_last_parts(comparison))
+
+
+def _make_first_parts(comparison: ComparisonReport) -> tuple[str, ...]:
     heads = "".join(
         f"<th{' class=n' * is_number(comparison, name)}>{escape(name)}</th>"
         for name in comparison.columns
@@ -457,17 +476,15 @@ def _make_html(comparison: ComparisonReport, files: Mapping[str, Path]) -> str:
         )
     )
     notes = "".join(f'<p class="error">{escape(note)}</p>' for note in comparison.notes[:MOST_ROWS])
-    return make_document(
-        title,
-        STYLE + MORE_STYLE,
-        f"<h1>{title}</h1>",
+    return (
         _make_html_list("What to doubt", comparison.doubts),
         _make_html_list("What was found" if comparison.goal else "What differs", comparison.words),
         f'<h2>The runs</h2><table class="runs"><tr>{heads}</tr>{body}</table>{notes}',
-        *(
-            f"<h2>{escape(ALT[name])}</h2>{embed_image(ALT[name], file.read_bytes())}"
-            for name, file in files.items()
-        ),
+    )
+
+
+def _make_last_parts(comparison: ComparisonReport) -> tuple[str, ...]:
+    return (
         _make_share_tables(comparison.groups),
         _make_html_list("The same in all of them", _describe_common(comparison.groups)),
     )

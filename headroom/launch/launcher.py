@@ -37,6 +37,12 @@ def read_rank() -> int:
                 f"RANK: is not set, while WORLD_SIZE is {size_text:.40}; set it to the number of "
                 "this process, from 0 on, or unset WORLD_SIZE to train alone"
             )
+        nodes = os.environ.get("PET_NNODES", "").rpartition(":")[2]  # or at least:at most
+        if nodes.isdecimal() and int(nodes) > 1:  # Kubeflow's: torchrun reads them
+            raise ConfigError(
+                f"RANK: is not set, while PET_NNODES is {nodes}; start by torchrun, which sets it: "
+                "torchrun -m flows.train ..., or unset PET_NNODES to train alone"
+            )
         return 0
     variables = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
     for name, text in variables.items():

@@ -1,18 +1,23 @@
 """Write the report as one HTML page that stands alone: no script, no network, the plots inside
-it, for light and dark screens. Nothing it is given can act as markup: all is escaped, and the
-page's own policy forbids scripts and requests.
+it, for light and dark screens; or as a part of a page of others, such as a notebook, in its
+colours. Nothing it is given can act as markup: all is escaped, and the page's own policy forbids
+scripts and requests.
 """
 
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headroom.base.units import format_number, format_percent, make_printable
 from headroom.report.report_sections import Block, Grid, Report, Section
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # The plots on the page. That of the times shows the same bars once more.
 ALT = {
@@ -22,17 +27,20 @@ ALT = {
     "test_confusion": "Confusion matrix of the test rows",
 }
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-STYLE = """
+_PAGE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --line: #d8dde3;
   --back: #ffffff; --bar: #0072b2; --good: #00704f; --bad: #b3261e; --warn: #8a5a00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa4b0; --line: #363d46;
   --back: #14171b; --bar: #56b4e9; --good: #4cc38a; --bad: #ff8a80; --warn: #e6b450; } }
-* { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.5rem 3rem; max-width: 62rem; background: var(--back);
   color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
   overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0; line-height: 1.3; }
-h2 { font-size: 1rem; margin: 2rem 0 .4rem; padding-top: .6rem; border-top: 1px solid var(--line); }
+"""
+_PARTS = """
+* { box-sizing: border-box; }
+h1, .h1 { font-size: 1.5rem; margin: 0; line-height: 1.3; }
+h2, .h2 { font-size: 1rem; margin: 2rem 0 .4rem; padding-top: .6rem;
+  border-top: 1px solid var(--line); }
 p { margin: .15rem 0; }
 .status { font-weight: 700; font-size: .85rem; letter-spacing: .05em; }
 .FINISHED, .good { color: var(--good); } .FAILED, .bad { color: var(--bad); }
@@ -56,24 +64,68 @@ pre { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: 4px; m
   white-space: pre-wrap; }
 summary { cursor: pointer; margin-top: .8rem; color: var(--soft); }
 """
+STYLE = _PAGE + _PARTS
+# Within a page of others: its ink and its font, and no rule that reaches beyond. The class stands
+# twice, and that of rows with one more, so as to weigh more than the rules of a notebook.
+_WITHIN = f"""
+.headroom.headroom {{ max-width: 62rem; padding: .2rem 0 .6rem; line-height: 1.45;
+  overflow-wrap: anywhere; --soft: color-mix(in srgb, currentColor 70%, transparent);
+  --line: color-mix(in srgb, currentColor 22%, transparent); --bar: #0072b2; --good: #00704f;
+  --bad: #b3261e; --warn: #8a5a00;
+{_PARTS}
+.h1, .h2 {{ font-weight: 600; }} .h1 {{ font-size: 1.25rem; }}
+.h2 {{ margin: .6rem 0 .2rem; padding-top: .4rem; font-size: .95rem; }}
+.facts {{ font-size: 1rem; }} .runs th:not(.n) {{ text-align: left; }}
+.blocks {{ grid-template-columns: repeat(auto-fit, minmax(16rem, 1fr)); gap: 0 2rem; }}
+table {{ margin: .3rem 0; font-size: .88rem; }} summary {{ margin-top: .3rem; }}
+table {{ table-layout: auto; border: none; }} ul {{ margin: .2rem 0; padding-left: 1.2rem; }}
+& tr:nth-child(n) {{ background: none; }}
+td, th {{ line-height: inherit; max-width: none; }}
+pre {{ background: none; color: inherit; }}
+}}
+[data-jp-theme-light="false"] .headroom.headroom, .vscode-dark .headroom.headroom,
+.vscode-high-contrast .headroom.headroom, html[theme="dark"] .headroom.headroom {{
+  --bar: #56b4e9; --good: #4cc38a; --bad: #ff8a80; --warn: #e6b450; }}
+"""
 
 
 def render_html(
     report: Report, *, command: str, run: Mapping[str, Any], plot_files: Iterable[Path]
 ) -> str:
     """Return the page: headline, sections, pictures, and all params, tags and metrics."""
+    images = (embed_image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT)
+    parts = _render_report(report, command=command, run=run, images=images)
+    return make_document(escape(report.name), STYLE, *parts)
+
+
+def render_fragment(report: Report, *, command: str, run: Mapping[str, Any]) -> str:
+    """Return the page without pictures as a part of another page."""
+    return make_fragment(*_render_report(report, command=command, run=run, images=()))
+
+
+def make_fragment(*parts: str) -> str:
+    """Return these parts, all of them escaped already, as a part of another page. They are no
+    headings there: a notebook would list them among those of its author."""
+    text = "\n".join(part for part in parts if part)
+    text = re.sub(r"<h([12])>", r'<div class="h\1">', text)
+    text = re.sub(r"</h[12]>", "</div>", text)
+    return f'<div class="headroom"><style>{_WITHIN}</style>\n{text}\n</div>'
+
+
+def _render_report(
+    report: Report, *, command: str, run: Mapping[str, Any], images: Iterable[str]
+) -> tuple[str, ...]:
     name = escape(report.name)
     kind = report.status if report.status in ("FINISHED", "FAILED", "KILLED") else ""
     error = f'<p class="error">{escape(report.error)}</p>' if report.error else ""
     verdict = f'<p class="verdict">{escape(report.verdict)}</p>' if report.verdict else ""
-    return make_document(
-        name,
-        STYLE,
+    opening = f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>" if command else ""
+    return (
         f'<p class="status {kind}">{escape(report.status)}</p><h1>{name}</h1>',
         f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}{verdict}',
         *(_render_section(section) for section in report.sections),
-        *(embed_image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT),
-        f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>",
+        *images,
+        opening,
         "<h2>All of it</h2>",
         *(_render_details(title, run.get(key)) for title, key in _DETAILS),
     )
@@ -110,10 +162,18 @@ def _render_section(section: Section) -> str:
         f"<p{kinds[section.ok] if i == 0 else ''}>{escape(line)}</p>"
         for i, line in enumerate(section.lines)
     )
-    blocks = "".join(_render_block(block) for block in section.blocks)
+    drawn, grids = section.split_for_pages()
+    blocks = "".join(_render_block(block) for block in drawn)
     grid = f'<div class="blocks">{blocks}</div>' if blocks else ""
-    tables = "".join(_render_grid(grid) for grid in section.grids)
+    tables = "".join(_render_grid(grid) for grid in grids)
     return f"<h2>{escape(section.title)}</h2>{lines}{grid}{tables}"
+
+
+def render_table(table: Table) -> str:
+    """Return a table of a terminal."""
+    head = tuple(str(column.header) for column in table.columns)
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    return _render_grid(Grid(str(table.title or ""), head, tuple(rows)))
 
 
 def _render_grid(grid: Grid) -> str:
@@ -124,7 +184,8 @@ def _render_grid(grid: Grid) -> str:
         + "</tr>"
         for name, *values in grid.rows
     )
-    return f"<table><caption>{escape(grid.title)}</caption><tr>{head}</tr>{rows}</table>"
+    top = f"<tr>{head}</tr>" if any(grid.head) else ""
+    return f"<table><caption>{escape(grid.title)}</caption>{top}{rows}</table>"
 
 
 def _render_block(block: Block) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from headroom.base import notebook
 from headroom.base.units import format_command, format_percent
 from headroom.report import html_page, plots
 from headroom.report.report_sections import Block, Grid, Report, Section, make_report
@@ -57,17 +58,20 @@ def _render_lines(section: Section) -> Iterator[_Line]:
 
 
 def _render_blocks(section: Section) -> Iterator[Table]:
-    """Yield the blocks of a section side by side, two in a row."""
+    """Yield the blocks of a section side by side, two in a row; those with long names after
+    them."""
     from rich.table import Table
 
-    if section.blocks:
+    drawn, _ = section.split_for_pages()
+    if drawn:
         row = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             row.add_column(ratio=1)
-        bars = [_Wide(_render_bars(block)) for block in section.blocks]
+        bars = [_Wide(_render_bars(block)) for block in drawn]
         for i in range(0, len(bars), 2):
             row.add_row(*bars[i : i + 2])
         yield row
+    yield from (_render_bars(block) for block in section.blocks if block.page is not None)
 
 
 def _render_bars(block: Block) -> Table:
@@ -174,6 +178,30 @@ def make_html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_comman
     return html_page.render_html(make_report(run), command=command, run=run, plot_files=plot_files)
 
 
+def show_in_notebook(run: Mapping[str, Any], *, open_command: str) -> bool:
+    """Show the report in the cell that runs now, if this is a notebook; return whether it is."""
+    if notebook.find_shell() is None:
+        return False
+    notebook.show(make_fragment(run, open_command=open_command), make_plain_text(run))
+    return True
+
+
+def make_fragment(run: Mapping[str, Any], *, open_command: str) -> str:
+    """Return the report as HTML that can stand in a page of others."""
+    command = format_command(open_command, limit=COMMAND_LIMIT)
+    return html_page.render_fragment(make_report(run), command=command, run=run)
+
+
+def make_plain_text(run: Mapping[str, Any]) -> str:
+    """Return the report as it is on a terminal without colour."""
+    from rich.console import Console
+
+    console = Console(width=WIDEST, force_jupyter=False, force_terminal=False, no_color=True)
+    with console.capture() as shown:
+        console.print(make_terminal_report(run, open_command=""))
+    return shown.get()
+
+
 def draw_plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write loss.png, time.png, memory.png, PART_confusion.png and trend.png into `folder`,
     those whose data exist, and return their paths."""
@@ -208,8 +236,9 @@ def _render_markdown(report: Report, command: str) -> str:
         parts.append(f"### {section.title}")
         if section.lines:
             parts.append("\n".join(f"- {_escape_markup(line)}" for line in section.lines))
-        parts.extend(_render_markdown_table(block) for block in section.blocks)
-        parts.extend(_render_markdown_grid(grid) for grid in section.grids)
+        blocks, grids = section.split_for_pages()
+        parts.extend(_render_markdown_table(block) for block in blocks)
+        parts.extend(_render_markdown_grid(grid) for grid in grids)
     if command:
         ticks = max((len(run) for run in re.findall("`+", command)), default=0)
         fence = "`" * max(3, ticks + 1)

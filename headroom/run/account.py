@@ -21,12 +21,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
+from html import escape
 from itertools import count
 from operator import getitem
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import Tensor, nn
+
+from headroom.base import notebook
 from headroom.base.facts import DeviceFacts
 from headroom.base.names import make_parent_tags
 from headroom.base.secret_texts import hide_secrets
@@ -56,6 +60,7 @@ from headroom.watch.own_loop import (
 
 if TYPE_CHECKING:
     from headroom.training.loop_forecast import LoopForecast
+    from headroom.training.protected_step import ProtectedStep, TakePass
 
 log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
@@ -66,7 +71,7 @@ ANEW = "account: a new run begins"
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
-class Account(Recording, Guarded, raising=("begin", "forecast")):
+class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes")):
     """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
 
     _claim: LoopClaim
@@ -87,7 +92,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         """Raises ValueError and TypeError.
 
         Args:
-            run_name: Of the run in MLflow; by default that of the program's file.
+            run_name: Of the run in MLflow; by default that of the file of program or notebook.
             key: Of a loop that may take several programs: it goes on in the newest run of this key
                 that did not come to its end. Of several processes that torchrun starts, each has
                 its own.
@@ -129,6 +134,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         self._owner: Any = None  # weakly, what may still log when the run has ended
         self._is_over = self._is_full = self._is_owed = self._is_within = self._is_lost = False
         self._is_lacking = False  # MLflow lacks what was logged since the end
+        self._protected: list[ProtectedStep] = []  # whose batches may be taken in parts
 
     def __enter__(self) -> Self:
         """Begin the run, if nobody has."""
@@ -267,6 +273,43 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         is timed and their rows are counted."""
         return Batches(loader, lambda: self.loop.iterate_batches(loader))
 
+    @partial(
+        guard,
+        otherwise=lambda _, compute, backward=Tensor.backward: _Unprotected(compute, backward),
+    )
+    def protect(
+        self,
+        compute: Callable[..., Any],
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> Callable[..., Any]:
+        """Return a function that goes forward and backward for a batch, and returns the loss,
+        detached. Where memory runs out the batch is gone on with in parts, if it is proven that
+        their gradients add up to the batch's; else the error goes on as it came.
+
+        Args:
+            compute: Takes what that function is given; returns the loss, the mean over the rows of
+                the batch, or (loss, weight), where the loss is the mean over `weight`, as tokens
+                that are not skipped. It may be called several times for a batch.
+            backward: Goes back from a loss: accelerator.backward, or one with a GradScaler.
+        """
+        from headroom.training.protected_step import make_pass
+
+        of_loss = {"compute": compute} if isinstance(compute, nn.Module) else {}
+        return self.protect_passes(make_pass(compute, backward), beside=of_loss).call
+
+    def protect_passes(self, take: TakePass, **arguments: Any) -> ProtectedStep:
+        """Return what takes these passes, as `protect` does. arguments: of ProtectedStep."""
+        from headroom.training.protected_step import ProtectedStep
+
+        step = ProtectedStep(take, self.loop, tell=self._doubt, **arguments)
+        self._protected.append(step)
+        return step
+
+    def _doubt(self, text: str) -> None:
+        """Keep what a person should doubt, and say it now."""
+        self.warn(text)
+        log.warning("%s", text)
+
     @mark_guarded
     def step(self) -> AbstractContextManager[None]:
         """Return the context of one step of the loop."""
@@ -371,9 +414,11 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _begin(self) -> None:
         device, things = self._asked
         mine = list_optimizers(things)
-        for other in [*_open]:  # the cell of a notebook is run again
+        for other in [*_open]:
             if not other._is_within and any(o is p for o in other.loop.optimizers for p in mine):
                 other.abandon("another account was opened on its optimizer")
+            elif not other._is_within and other._program and other._program.is_run_again():
+                other.abandon("its cell was run again")
             elif not other._is_within and self._claim.key and self._claim.key == other._claim.key:
                 other.abandon("another account was opened with its key")
         device_facts = self._clock.time_stage("detect_device", self._detect, device, things)
@@ -502,7 +547,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""
-        self._program = ProgramEnd()
+        self._program = ProgramEnd(self.end)
         atexit.register(self.abandon, is_over=True)
         if (
             threading.current_thread() is threading.main_thread()
@@ -572,10 +617,14 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
+        for step in self._protected:
+            self._found.summary |= step.make_metrics()
+            self._found.tags |= step.make_tags()
         by_rank = exchange_phases(select_phases(self._found.summary), turn=self._turn)
         slow_rank = find_slow_rank(by_rank)
         self._found.profile = {**loop.accounts.describe(), "slow_rank": slow_rank}
         self.keep_stats(loop.accounts.phases.meter.read_stats())
+        self.keep_layers(loop.accounts.describe_layers())
         self._clock.stages["time/train_model_s"] = loop.accounts.watch.compute_total_s()
         held = self._clock.time_stage(
             "release_memory", loop.measure_held, baseline_bytes=device.baseline_bytes
@@ -600,10 +649,23 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
 
     def _print_report(self) -> None:
         Console, run_report = _load_report()
-        if self.run:
-            command = self.run["open_command"] if self.run["run_id"] else ""
-            report = run_report.make_terminal_report(self.run, open_command=command)
+        if self.run and not run_report.show_in_notebook(self.run, open_command=self._command):
+            report = run_report.make_terminal_report(self.run, open_command=self._command)
             Console(file=sys.stderr).print(report, crop=False)
+
+    @property
+    def _command(self) -> str:
+        """What opens the run in MLflow; empty while that has not got it."""
+        return self.run["open_command"] if self.run["run_id"] else ""
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook; of a run that has not ended a line."""
+        _, run_report = _load_report()
+        if self.run:
+            return run_report.make_fragment(self.run, open_command=self._command)
+        done = "" if self._loop is None else f", {self._loop.done:,} steps"
+        state = "has not begun" if self._program is None else f"is open{done}"
+        return f"<p>{escape(self._claim.name)} {escape(state)}</p>"
 
 
 def _load_report() -> tuple[Any, Any]:
@@ -614,6 +676,20 @@ def _load_report() -> tuple[Any, Any]:
     from headroom.report import run_report
 
     return rich.console.Console, run_report
+
+
+class _Unprotected:
+    """Goes forward and backward, and no more."""
+
+    def __init__(self, compute: Callable[..., Any], backward: Callable[[Tensor], object]) -> None:
+        self._compute, self._backward = compute, backward
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        from headroom.training.protected_step import read_loss
+
+        loss, _ = read_loss(self._compute(*batch, **named))
+        self._backward(loss)
+        return loss.detach()
 
 
 class Batches:
@@ -654,8 +730,8 @@ def _stop_measuring(device: str) -> None:
 
 
 def _find_source() -> str:
-    """Return the file of the program; empty in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    """Return the file of the program, or of the notebook where that is known."""
+    file = notebook.find_file() or getattr(sys.modules.get("__main__"), "__file__", None)
     return os.path.abspath(file) if file else "notebook"
 
 

@@ -1,6 +1,6 @@
 """How the program around a run comes to its end, for a run that nobody has ended: by an error, by
 an exit and its code, or at its last line. Of a notebook, whose errors end no program, an error
-counts for a run that was begun in the cell that it left.
+counts for a run that was begun in the cell that it left, and is heard of when that cell ends.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import dis
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
+
+from headroom.base import notebook
 
 UNKNOWN = "unknown"
 _followers = 0
@@ -21,8 +24,11 @@ _code: list[Any] = []  # that it was called with last
 class ProgramEnd:
     """What ends the program that calls here. `close` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: Callable[[BaseException], None]) -> None:
+        """end: of the run, by the error that has left the cell of a notebook that calls here."""
         global _followers, _before
+        self._cell = notebook.find_cell()
+        self._leave_cell = notebook.follow_cell(end)
         self._error_before = getattr(sys, "last_value", None)
         self._root: FrameType | None = None
         self._cells: set[CodeType] = set()
@@ -42,12 +48,23 @@ class ProgramEnd:
     def close(self) -> None:
         """Let go of the program."""
         global _followers
+        self._leave_cell()
         self._root = None
         if self._is_main:
             self._is_main = False
             _followers -= 1
             if not _followers and sys.exit is _exit:
                 sys.exit = _before
+
+    def is_run_again(self) -> bool:
+        """Return whether the cell of a notebook that has called here is run once more, now."""
+        before, now = self._cell, notebook.find_cell()
+        return (
+            before is not None
+            and now is not None
+            and now.key == before.key
+            and now.turn != before.turn
+        )
 
     def find_error(self, *, is_over: bool) -> BaseException | None:
         """Return what the run has been left by; None where it was not by an error. is_over: the

@@ -1,5 +1,6 @@
 """Shows the progress of a training, or of a prediction, to a person: on a terminal a line
-that is redrawn and removed at the end; elsewhere a plain log line now and then. It is never
+that is redrawn and removed at the end; in a notebook one that is written anew and stays;
+elsewhere a plain log line now and then. It is never
 a reason to fail: a terminal that is closed, dumb or odd gets plain lines, and the training
 goes on.
 """
@@ -16,6 +17,7 @@ from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from headroom.base import notebook
 from headroom.base.names import LOWER_BOUND, Place, list_words
 from headroom.base.units import (
     format_clock,
@@ -35,6 +37,7 @@ PLAIN_EVERY_S = 5.0
 LISTEN_EVERY_S = 5.0
 QUIET_S = 30.0  # no longer without a line, however long an epoch or a step takes
 DRAW_EVERY_S = 0.1
+WRITE_EVERY_S = 0.5  # in a notebook, where each time is a message, which may cross a network
 BAR_COLUMNS = 12
 # Where nearly all rows are of one class: its share is the accuracy of no model at all.
 UNEVEN = "val/largest_class_share"
@@ -68,6 +71,7 @@ class Progress:
         self._untold = False
         self._ended = False
         self._bar: Bar | None = None
+        self._cell_line: notebook.Line | None = None
         self._bound = ""  # what holds it back
 
     def __enter__(self) -> Self:
@@ -75,6 +79,9 @@ class Progress:
         stream = sys.stderr if self._stream is None else self._stream
         if _is_terminal(stream):
             self._open(stream)
+        elif self._stream is None and (line := notebook.make_line()) is not None:
+            self._cell_line = line
+            self._tell(self._began_s)
         return self
 
     def __exit__(
@@ -104,6 +111,10 @@ class Progress:
                 self._draw(now_s)
             return
         self._untold = True
+        if self._cell_line is not None:
+            if now_s - self._drawn_s >= WRITE_EVERY_S:
+                self._tell(now_s)
+            return
         told_epoch, told_s = self._last_line or (0, self._began_s)
         quiet_s = now_s - told_s
         if quiet_s >= PLAIN_EVERY_S and (self._compute_epoch() > told_epoch or quiet_s >= QUIET_S):
@@ -188,7 +199,11 @@ class Progress:
     def _tell(self, now_s: float) -> None:
         self._last_line = (self._compute_epoch(), now_s)
         self._untold = False
-        log.info("%s", self._make_line(now_s))
+        if self._cell_line is None:
+            log.info("%s", self._make_line(now_s))
+        else:
+            self._drawn_s = now_s
+            self._cell_line.write(self._make_line(now_s))
 
     def _open(self, stream: TextIO) -> None:
         from rich.console import Console

@@ -45,6 +45,12 @@ RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has 
 MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits and waits
 START_S = 180.0  # a new database on a busy machine, with room to spare
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
+# Prefect keeps some 300 KiB of a flow run, for ever if not told otherwise; MLflow keeps the run.
+KEPT_S = 90 * 24 * 60 * 60
+RETENTION = {
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(KEPT_S),
+}
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
 PREFECT_URL, MLFLOW_URL = "HEADROOM_PREFECT_URL", "HEADROOM_MLFLOW_URL"  # where others reach them
 OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_UI_URL")
@@ -288,6 +294,7 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
     pages = {"PREFECT_UI_URL": public, "PREFECT_SERVER_UI_API_URL": f"{public}/api"}
     not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
+        **RETENTION,
         **kept,
         "PREFECT_API_URL": plan.api,
         **(pages if public else {}),

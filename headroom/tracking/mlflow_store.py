@@ -13,9 +13,10 @@ import sqlite3
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
+from typing import IO
 
 from mlflow import MlflowClient
 from mlflow import __file__ as mlflow_file
@@ -120,12 +121,7 @@ def _find_experiment_patiently(where: TrackingSettings) -> tuple[MlflowClient, E
     the same. On this host they take turns; where another host's was first, the tables are
     there a moment later.
     """
-    runs = Path(where.runs)
-    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    turn = runs / "store.lock"
-    turn.touch(mode=0o600)
-    with turn.open("r+") as lock:
-        flock(lock, LOCK_EX)
+    with _take_turn(Path(where.runs)):
         for pause_s in AGAIN_S:
             began = time.monotonic()
             try:
@@ -137,6 +133,23 @@ def _find_experiment_patiently(where: TrackingSettings) -> tuple[MlflowClient, E
                 print(f"asked again in {pause_s} s: {redact(str(error))[:600]}", file=sys.stderr)
             time.sleep(pause_s)
         return _find_experiment(where)
+
+
+def _take_turn(runs: Path) -> IO[str]:
+    """Return a file of this folder that is locked until it is closed. Raises OSError, which names
+    the file, also where the folder is a mounted bucket that only takes new files."""
+    turn = runs / "store.lock"
+    try:
+        with ExitStack() as stack:
+            runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            turn.touch(mode=0o600)
+            lock = stack.enter_context(turn.open("r+"))
+            flock(lock, LOCK_EX)
+            stack.pop_all()
+            return lock
+    except OSError as error:
+        error.filename = error.filename or str(turn)
+        raise
 
 
 def _connect_once(uri: str) -> None:

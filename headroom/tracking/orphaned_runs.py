@@ -26,6 +26,7 @@ from mlflow.exceptions import MlflowException
 from headroom.base.event_log import (
     END,
     LOG,
+    ONCE,
     SENDING_LOCK,
     SENT,
     START,
@@ -36,6 +37,7 @@ from headroom.base.event_log import (
     read_end,
     read_json,
     read_logged_tags,
+    read_metric_batches,
     read_metrics_before,
 )
 from headroom.base.file_lock import is_held
@@ -288,10 +290,26 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
         before = read_metrics_before(folder / LOG, said.offset) if said.offset else {}
     except (OSError, ValueError, TypeError) as error:
         print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
-        return whole
+        return _begin_again(whole, run, folder)
     if any(run.data.metrics.get(name) != value for name, value in before.items()):
-        return whole  # it is not the newest that MLflow holds: less was sent, or more
+        # It is not the newest that MLflow holds: less was sent, or more.
+        return _begin_again(whole, run, folder)
+    whole.beyond = said.beyond
     whole.offset, whole.damaged = said.offset, said.damaged
+    return whole
+
+
+def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:
+    """Return the state of which all is sent from the start, but for steps that MLflow has and the
+    log has not."""
+    here: dict[str, int] = {}
+    with suppress(FileNotFoundError), open(folder / LOG, "rb") as log:
+        for batch, _ in read_metric_batches(log, 0):
+            here |= {name: step for name, _, _, step in batch}
+    newest = {metric.key: metric.step for metric in run.data._metric_objs}
+    whole.beyond = {k: step for k, step in newest.items() if step > here.get(k, ONCE)}
+    if whole.beyond:  # its begin is another one, too
+        whole.begun = 0
     return whole
 
 

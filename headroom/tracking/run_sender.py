@@ -220,6 +220,9 @@ class SendingState:
     damaged: int = 0  # lines that had to be skipped
     unsent: str = ""  # why it has ended and not all of it could be sent
     earlier: str = ""  # flow runs that the run began in, and does not end in: separated by commas
+    # The newest step of each metric of which MLflow has more than this log: of one that was lost
+    # with its machine, or of a copy of the folder that was made before.
+    beyond: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -280,7 +283,10 @@ class Sender:
         with suppress(FileNotFoundError), open(self.folder / LOG, "rb") as log:
             how = {"most_bytes": most_bytes, "begun": self.state.begun}
             batches = read_metric_batches(log, self.state.offset, **how, damaged=bad, tags=tags)
+            beyond = self.state.beyond
             for batch, offset in batches:
+                if beyond:  # trained a second time, at another time: MLflow would show both
+                    batch = [s for s in batch if s[-1] == ONCE or s[-1] > beyond.get(s[0], -1)]
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -20,7 +20,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from headroom.base import nested
 from headroom.base.facts import DeviceFacts
-from headroom.watch.allocation_log import LIBRARIES, MIB, REST, AllocationLog
+from headroom.watch.allocation_log import (
+    LIBRARIES,
+    MIB,
+    REST,
+    AllocationLog,
+    sum_by_layer,
+    sum_by_owner,
+)
+from headroom.watch.layers import Layers, State
 from headroom.watch.simulated_allocator import (
     SMALL_SEGMENT_BYTES,
     AllocateEvent,
@@ -57,7 +65,14 @@ WIDER = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """The bytes that a training's tensors will take on the device at their peak."""
+    """The bytes that a training's tensors will take on the device at their peak.
+
+    layers: of `owners`, what lies in a module of the model: by the module's path, such as
+    "encoder.layers.3.attn", and there by owner: parameters, buffers, gradients, optimizer_state,
+    activations, and what operations of the module took beside them (rest, libraries). Each byte is
+    told of the innermost module alone; "" is the model itself. What no module is known of, such as
+    the loss and the batch, is in `owners` only.
+    """
 
     peak_bytes: int
     reserved_bytes: int | None  # the most that the allocator will hold; None where there is none
@@ -71,6 +86,11 @@ class Forecast:
     micro_batch: int  # rows
     note: str = ""  # what the forecast could not follow
     graphed: Forecast | None = None  # the same with steps replayed from a graph, where they may be
+    layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def peak_mib(self) -> float:
+        return self.peak_bytes / MIB
 
 
 class UnforeseeableMemory(ValueError):
@@ -106,12 +126,15 @@ class DryRun:
     owners at the highest peak, and every allocation in its order. What is counted is computed while
     it is entered."""
 
-    def __init__(self, facts: DeviceFacts) -> None:
-        """facts: of the device that is meant, which need not be here."""
-        self.device = _choose_device(torch.device(facts.name))  # that the tensors say they are on
+    def __init__(self, facts: DeviceFacts, *, is_portable: bool = False) -> None:
+        """facts: of the device that is meant, which need not be here. is_portable: count as where
+        no GPU is, whose kernels differ from one to the next, so that all machines count the same.
+        """
+        # That the tensors say they are on.
+        self.device = torch.device("cpu") if is_portable else _choose_device(facts)
         self.parameter_bytes = 0
         self._facts = facts
-        self._scratch = make_scratch_counter(torch.device(facts.name))
+        self._scratch = make_scratch_counter(self.device)
         self._events: list[AllocatorEvent] = []
         self._log = AllocationLog(
             self.device,
@@ -120,12 +143,15 @@ class DryRun:
             record_event=self._events.append,
         )
         # Bytes, by the phase after which the first product of matrices takes them.
-        self._workspaces = list_workspaces(facts)
+        self._workspaces = list_workspaces(facts, is_here=self.device.type == "cuda")
         self._due: list[int] = []
+        self._libraries_bytes = 0
         self._trained: int | None = None  # of the events, those before the last evaluation
         self._marks: list[tuple[str, int]] = []  # phases, and the events by then
         self._phases: dict[str, int] = {}
         self._owners: dict[str, int] = {}
+        self._by_layer: dict[str, dict[str, int]] = {}
+        self._layers, self._state = Layers(), list[tuple[Tensor, Tensor]]()
         self._most = 0
         self._convolves = False  # has layers that cuDNN may compute
 
@@ -140,12 +166,24 @@ class DryRun:
         """Count a model whose tensors were made here."""
         self.own("parameters", model.parameters())
         self.own("buffers", model.buffers())
+        self._layers = Layers([model], lambda: self._state)
+        self._log.know_layers(self._layers.paths)
+        self._log.place(self._layers.iterate_tensors())
         self.parameter_bytes = self._log.allocated_bytes
         self._convolves = any(isinstance(m, (_ConvNd, nn.RNNBase)) for m in model.modules())
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Assign these tensors to an owner."""
         self._log.own(owner, tensors)
+
+    def own_trained(self, model: nn.Module, state: State = ()) -> None:
+        """Assign what a step has made for the model that was added: gradients, and the state of its
+        optimizer."""
+        self._state = list(state)
+        self.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+        self.own("optimizer_state", (tensor for _, tensor in self._state))
+        self._log.place(self._layers.iterate_tensors())
+        self._state = []
 
     def mark(self, phase: str) -> None:
         """End `phase` here."""
@@ -158,7 +196,9 @@ class DryRun:
     def settle(self) -> None:
         """Assign what was counted since the last call to the owners that are known by now."""
         if self._log.step_peak_bytes > self._most:
-            self._most, self._owners = self._log.step_peak_bytes, self._log.sum_owners_at_peak()
+            at_peak = self._log.list_at_peak()
+            self._most = self._log.step_peak_bytes
+            self._owners, self._by_layer = sum_by_owner(at_peak), sum_by_layer(at_peak)
         self._log.begin_step()
 
     def end_setup(self) -> None:
@@ -196,17 +236,11 @@ class DryRun:
     def make_forecast(self, rows: int) -> Forecast:
         """Return the memory of all that was counted so far. rows: of a micro-batch."""
         is_pooled = self._facts.kind in POOLED
-        libraries_bytes = sum(map(sum, list_workspaces(self._facts).values()))
-        phases = {
-            phase: most + (0 if phase == SETUP else libraries_bytes)
-            for phase, most in self._phases.items()
-        }
-        if is_pooled:
-            phases = self._count_blocks()
+        phases = self._count_blocks() if is_pooled else dict(self._phases)
         phase = max(phases, key=lambda name: phases[name])
         owners = dict(self._owners)
-        if libraries_bytes:
-            owners[LIBRARIES] = owners.get(LIBRARIES, 0) + libraries_bytes
+        if self._libraries_bytes:
+            owners[LIBRARIES] = owners.get(LIBRARIES, 0) + self._libraries_bytes
         beside_bytes = phases[phase] - sum(owners.values())  # in blocks, and in no tensor
         if beside_bytes > 0:
             owners[REST] = owners.get(REST, 0) + beside_bytes
@@ -220,6 +254,7 @@ class DryRun:
             parameter_bytes=self.parameter_bytes,
             micro_batch=rows,
             note="; ".join(self._list_notes()),
+            layers=self._by_layer,
         )
         return self._count_segments(forecast) if is_pooled else forecast
 
@@ -268,12 +303,14 @@ class DryRun:
         if self._due and is_product:
             for size in self._due:  # below 0: no name of the log's
                 self._events.append(AllocateEvent(-1 - len(self._events), size))
+                self._libraries_bytes += size
             self._due = []
         return self._scratch(func, args)
 
 
-def _choose_device(device: torch.device) -> torch.device:
+def _choose_device(facts: DeviceFacts) -> torch.device:
     """Return the device itself, or the CPU where autograd would not know one of that kind."""
+    device = torch.device(facts.name)
     here = torch.accelerator.current_accelerator(check_available=True)
     return device if here is not None and here.type == device.type else torch.device("cpu")
 
@@ -297,12 +334,11 @@ def fake_model(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def list_workspaces(device: DeviceFacts) -> dict[str, list[int]]:
+def list_workspaces(device: DeviceFacts, *, is_here: bool) -> dict[str, list[int]]:
     """Return the bytes that libraries are known to keep, by the phase after which a thread
     multiplies its first matrices; none on devices of which nothing is known."""
     if device.kind != "cuda":
         return {}
-    is_here = torch.cuda.is_available()
     newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
     usual_bytes = HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES
     cublas_bytes = read_cublas_workspace_bytes() or usual_bytes

@@ -4,8 +4,8 @@ leave to a process, and the tables that tell it. It refuses names that it does n
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 from rich.table import Table
 
 from headroom.base.facts import DeviceFacts
-from headroom.base.units import format_mebibytes, make_printable
+from headroom.base.units import format_mebibytes, make_printable, parse_mebibytes
 from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import ConfigError
 from headroom.training.forecast import Forecast
 from headroom.watch.allocation_log import MIB
+from headroom.watch.layer_groups import COLUMNS, group_layers
+from headroom.watch.layers import describe_layers
 
 # MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
 SIZES_MIB = {
@@ -33,7 +35,6 @@ SIZES_MIB = {
 # What the driver keeps (some 430 to 570 MiB: PyTorch told 14.58 GiB of a T4 and 79.10 of an H100)
 # and the context of a process takes.
 TAKEN_MIB = 1024
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|mib)", re.IGNORECASE)
 USUAL_GPUS = ("t4", "l4", "a100-40", "a100-80", "h100")
 
 
@@ -51,32 +52,65 @@ class GpuFit:
         return self.needed_mib <= self.room_mib
 
 
-def parse_gpu_sizes(text: str) -> dict[str, float]:
+def parse_gpu_sizes(text: str, *, setting: str = "--for") -> dict[str, float]:
     """Return the MiB of each GPU that was named: names of SIZES_MIB, or sizes such as 24GiB.
 
-    Raises ConfigError.
+    setting: that named them. Raises ConfigError.
     """
     sizes, problems = {}, []
     for name in (word.strip().lower() for word in text.split(",")):
-        size = _SIZE.fullmatch(name)
         if name in SIZES_MIB:
             sizes[name] = float(SIZES_MIB[name])
-        elif size is not None and float(size[1]) > 0:
-            sizes[name] = float(size[1]) * (1024 if size[2] == "gib" else 1)
+        elif size_mib := parse_mebibytes(name):
+            sizes[name] = size_mib
         else:
             near = get_close_matches(name, SIZES_MIB, 1)
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SIZES_MIB)}"
             shown = make_printable(name, limit=60)
-            problems.append(f"--for {shown}: is neither a GPU that is known nor 24GiB; {hint}")
+            problems.append(f"{setting} {shown}: is neither a GPU that is known nor 24GiB; {hint}")
     if problems:
         raise ConfigError(*problems)
     return sizes
 
 
+def parse_asked_sizes(
+    listed: str | None, required: Sequence[str]
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the MiB of each GPU of --for and --require, and the names that are required. Where
+    neither names one, those that are usual. Raises ConfigError."""
+    needed = parse_gpu_sizes(",".join(required), setting="--require") if required else {}
+    if listed is None and not needed:
+        listed = ",".join(USUAL_GPUS)
+    others = {} if listed is None else parse_gpu_sizes(listed)
+    return {**others, **needed}, tuple(needed)
+
+
+def find_misfits(needed_bytes: int, sizes_mib: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each of these GPUs that a step does not fit."""
+    rooms = {name: _count_room_bytes(size) for name, size in sizes_mib.items()}
+    return [
+        describe_misfit(name, needed_bytes / MIB, room_bytes / MIB)
+        for name, room_bytes in rooms.items()
+        if needed_bytes > room_bytes
+    ]
+
+
+def describe_misfit(name: str, needed_mib: float, room_mib: float) -> str:
+    """Return the sentence that a step does not fit this GPU."""
+    return (
+        f"a step does not fit {name}: it needs {format_mebibytes(needed_mib)}, "
+        f"and a process has {format_mebibytes(room_mib)} there"
+    )
+
+
+def _count_room_bytes(size_mib: float) -> int:
+    return max(0, int((size_mib - TAKEN_MIB) * MIB))
+
+
 def make_absent_gpu(size_mib: float) -> DeviceFacts:
     """Return the facts of a CUDA GPU of this size that need not be here, with all of its room
     free."""
-    room_bytes = max(0, int((size_mib - TAKEN_MIB) * MIB))
+    room_bytes = _count_room_bytes(size_mib)
     return replace(
         detect_best_device("cpu"),
         name="cuda:0",
@@ -88,10 +122,29 @@ def make_absent_gpu(size_mib: float) -> DeviceFacts:
     )
 
 
-def describe_fits(gpus: Mapping[str, GpuFit]) -> dict[str, Any]:
-    """Return the answer for a program: if it fits any of them, and each by its name."""
+def describe_fits(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> dict[str, Any]:
+    """Return the answer for a program: if it fits all that are required, or any where none is; and
+    each by its name."""
     by_name = {name: {"fits": gpu.fits, **asdict(gpu)} for name, gpu in gpus.items()}
-    return {"fits": any(gpu.fits for gpu in gpus.values()), "gpus": by_name}
+    return {"fits": _is_well(gpus, required), "required": list(required), "gpus": by_name}
+
+
+def conclude_fits(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> int:
+    """Return the exit code: 0 where it fits all that are required, or any where none is; else 1,
+    with a sentence on stderr, or 2."""
+    for name in required:
+        if not gpus[name].fits:
+            sentence = describe_misfit(name, gpus[name].needed_mib, gpus[name].room_mib)
+            print(f"--require: {sentence}", file=sys.stderr)
+    if _is_well(gpus, required):
+        return 0
+    return 1 if required else 2
+
+
+def _is_well(gpus: Mapping[str, GpuFit], required: Sequence[str]) -> bool:
+    if required:
+        return all(gpus[name].fits for name in required)
+    return any(gpu.fits for gpu in gpus.values())
 
 
 def make_gpu_table(gpus: Mapping[str, GpuFit], rows: int) -> Table:
@@ -124,6 +177,10 @@ def describe_memory(forecast: Forecast) -> dict[str, Any]:
         "phase": forecast.phase,
         "owners_mib": {owner: size / MIB for owner, size in forecast.owners.items()},
         "phases_mib": {phase: size / MIB for phase, size in forecast.phases.items()},
+        "layers_mib": {
+            path: {owner: size / MIB for owner, size in held.items()}
+            for path, held in forecast.layers.items()
+        },
         "micro_batch": forecast.micro_batch,
         "note": forecast.note,
     }
@@ -141,6 +198,18 @@ def make_memory_table(forecast: Forecast, title: str) -> Table:
     table.add_section()
     for phase, most in forecast.phases.items():
         table.add_row(f"peak of {phase}", _format_size(most))
+    return table
+
+
+def make_layer_table(forecast: Forecast) -> Table:
+    """Return a table of the layers that take the most at the peak."""
+    told = describe_layers(forecast.owners, forecast.layers)
+    table = Table("", title=f"layers at the peak, in {forecast.phase}", title_justify="left")
+    for column in (*COLUMNS, "in all"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in group_layers(told):
+        sizes = [_format_size(size) if size else "" for size in group.split().values()]
+        table.add_row(group.label, *sizes, _format_size(group.bytes))
     return table
 
 

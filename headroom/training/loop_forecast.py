@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from html import escape
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from headroom.base import nested
 from headroom.base.facts import DeviceFacts
 from headroom.base.import_paths import describe_error, import_callable, is_import_path
 from headroom.base.units import make_printable
+from headroom.report.html_page import make_fragment, render_table
 from headroom.settings.read_settings import ConfigError
 from headroom.training.forecast import (
     DryRun,
@@ -36,12 +38,15 @@ from headroom.training.forecast import (
 from headroom.training.gpu_fit import (
     USUAL_GPUS,
     GpuFit,
+    find_misfits,
     make_absent_gpu,
     make_gpu_table,
+    make_layer_table,
     make_memory_table,
     parse_gpu_sizes,
 )
 from headroom.watch.allocation_log import MIB
+from headroom.watch.layers import iterate_state
 
 STEPS = 3  # the second has gradients and state of the first; the third, what those left in caches
 CLOSE = 0.02  # of the largest batch: so near is told
@@ -88,12 +93,23 @@ class LoopForecast:
         known of both."""
         rows = self.memory.micro_batch
         notes = (f"assumed: {self.assumed}" if self.assumed else "", self.memory.note)
-        console = Console(width=100)
+        console = Console(width=100, force_jupyter=False)  # which would show it in the cell
         with console.capture() as shown:
             console.print(make_memory_table(self.memory, f"a step on {rows:,} rows"))
+            console.print(make_layer_table(self.memory))
             console.print(make_gpu_table(self.gpus, rows))
             console.print("\n".join(filter(None, notes)))
         return shown.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        rows = self.memory.micro_batch
+        notes = (f"assumed: {self.assumed}" if self.assumed else "", self.memory.note)
+        return make_fragment(
+            render_table(make_memory_table(self.memory, f"a step on {rows:,} rows")),
+            render_table(make_gpu_table(self.gpus, rows)),
+            *(f"<p>{escape(note)}</p>" for note in notes if note),
+        )
 
 
 def forecast_loop(step: LoopStep, sizes_mib: Mapping[str, float]) -> LoopForecast:
@@ -118,9 +134,12 @@ def forecast_loop(step: LoopStep, sizes_mib: Mapping[str, float]) -> LoopForecas
     )
 
 
-def forecast_step(step: LoopStep, device: DeviceFacts) -> tuple[Forecast, str]:
-    """Return the memory of this step, and what of it was assumed. Raises UnforeseeableMemory."""
-    dry = DryRun(device)
+def forecast_step(
+    step: LoopStep, device: DeviceFacts, *, is_portable: bool = False
+) -> tuple[Forecast, str]:
+    """Return the memory of this step, and what of it was assumed. is_portable: see DryRun. Raises
+    UnforeseeableMemory."""
+    dry = DryRun(device, is_portable=is_portable)
     assumed: list[str] = []
     fake = partial(use_fake_tensors, allow_real=True)
     try:
@@ -165,10 +184,10 @@ def _take_step(
     del outputs
     dry.mark("forward")
     loss.backward()
-    dry.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    dry.own_trained(model)
     dry.mark("backward")
     optimizer.step()
-    dry.own("optimizer_state", nested.find_tensors([*optimizer.state.values()]))
+    dry.own_trained(model, iterate_state([optimizer]))
     dry.mark("optimizer")
     optimizer.zero_grad()
 
@@ -243,8 +262,63 @@ def forecast_model(
     "24GiB". Raises ConfigError for a name that is not known, UnforeseeableMemory for a step that
     cannot be followed without its values.
     """
+    step = make_step(model, batch, optimizer=optimizer, loss=loss, autocast=autocast)
+    return forecast_loop(step, parse_gpus(on))
+
+
+def peak(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    optimizer: str | type[Optimizer] | Optimizer = "adamw",
+    loss: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Forecast:
+    """Return what a training step takes at its peak on a GPU that need not be here: `peak_mib`, and
+    what it is of. See forecast_model for the arguments and errors."""
+    step = make_step(model, batch, optimizer=optimizer, loss=loss, autocast=autocast)
+    return forecast_step(step, make_absent_gpu(0))[0]
+
+
+def fits(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    on: str | Sequence[str],
+    optimizer: str | type[Optimizer] | Optimizer = "adamw",
+    loss: Callable[[Any], Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> bool:
+    """True if a training step fits the memory of a GPU such as "l4", or of a size such as "24GiB",
+    that need not be here; of several, each. See forecast_model for the arguments and errors."""
+    sizes = parse_gpus(on)
+    taken = peak(model, batch, optimizer=optimizer, loss=loss, autocast=autocast)
+    return not find_misfits(taken.needed_bytes, sizes)
+
+
+def parse_gpus(on: str | Sequence[str]) -> dict[str, float]:
+    """Return the MiB of the GPUs that a call names. Raises ConfigError."""
+    return parse_gpu_sizes(on if isinstance(on, str) else ",".join(on), setting="on")
+
+
+def make_step(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    *,
+    optimizer: str | type[Optimizer] | Optimizer,
+    loss: Callable[[Any], Tensor] | None,
+    autocast: torch.dtype | None,
+) -> LoopStep:
+    """Return the step that a call describes: see forecast_model. Raises ConfigError."""
+    if not callable(model):
+        shown = make_printable(repr(model), limit=60)
+        raise ConfigError(f"model: is a module, or a function that makes one (got {shown})")
     if isinstance(optimizer, str):
-        optimizer = find_optimizer(optimizer)
+        try:
+            optimizer = find_optimizer(optimizer)
+        except ValueError as error:
+            shown = make_printable(optimizer, limit=60)
+            raise ConfigError(f"optimizer: {shown} {error}") from None
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     options: dict[str, Any] = {}
     if isinstance(optimizer, Optimizer):
@@ -253,31 +327,13 @@ def forecast_model(
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
     else:
         arguments = (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
-    step = LoopStep(
+    return LoopStep(
         partial(_copy_without_memory, model) if isinstance(model, nn.Module) else model,
         nested.map_tensors(arguments, partial(torch.empty_like, device="meta")),
         make_optimizer_of(kind, options),
         compute_loss=loss,
         autocast=autocast,
     )
-    return forecast_loop(step, parse_gpu_sizes(on if isinstance(on, str) else ",".join(on)))
-
-
-def fits(
-    model: nn.Module | Callable[[], nn.Module],
-    batch: Any,
-    *,
-    on: str,
-    optimizer: str | type[Optimizer] | Optimizer = "adamw",
-    loss: Callable[[Any], Tensor] | None = None,
-    autocast: torch.dtype | None = None,
-) -> bool:
-    """True if a training step fits the memory of a GPU such as "l4", or of a size such as "24GiB",
-    that need not be here. See forecast_model for the arguments and errors."""
-    forecast = forecast_model(
-        model, batch, optimizer=optimizer, loss=loss, autocast=autocast, on=on
-    )
-    return all(gpu.fits for gpu in forecast.gpus.values())
 
 
 _BATCH = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)(?::(\w+))?")
@@ -291,10 +347,10 @@ def forecast_own_step(
     optimizer_args: Sequence[str],
     loss: str | None,
     autocast: str | None,
-    gpus: str,
+    sizes_mib: Mapping[str, float],
 ) -> LoopForecast:
     """Return the forecast of a step of somebody else's loop. model, loss: import paths. batch: of
-    each input, as `[NAME=]SHAPE[:DTYPE]`. Raises ConfigError."""
+    each input, as `[NAME=]SHAPE[:DTYPE]`. sizes_mib: of the GPUs. Raises ConfigError."""
     make = partial(import_callable, refusal=ConfigError)
     for name, path in (("MODULE:NAME", model), ("--loss", loss)):
         if path and not is_import_path(path):
@@ -314,7 +370,7 @@ def forecast_own_step(
         autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast or ""),
     )
     try:
-        return forecast_loop(step, parse_gpu_sizes(gpus))
+        return forecast_loop(step, sizes_mib)
     except UnforeseeableMemory as error:
         raise ConfigError(f"{model}: {error}") from None
 

@@ -11,7 +11,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count, islice
 from threading import get_ident
@@ -35,6 +35,7 @@ from headroom.watch.graph_size import MOST_OUTPUTS, measure_graph
 from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error, unguard
 from headroom.watch.holders import SAVED, find_live_tensors
 from headroom.watch.kernel_memory import KernelMemory
+from headroom.watch.layers import Layers, iterate_state
 from headroom.watch.leaks import has_compiled, measure_held_memory
 from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
@@ -102,7 +103,7 @@ class _GuardedLog(AllocationLog):
 # What the account itself asks, under its own guard.
 ASKED = (
     *("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end"),
-    *("make_step_block", "make_phase_block", "settle"),
+    *("find_layers", "make_step_block", "make_phase_block", "settle"),
 )
 
 
@@ -151,6 +152,7 @@ class OwnLoop(Guarded, raising=ASKED):
             early=EARLY,
             may_wait=False,
             may_count=self._can_afford_count,
+            find_layers=self.find_layers,
         )
         self._metrics = self.accounts.begin_training(facts)
         self._metrics.read_every_s = READ_EVERY_S
@@ -438,6 +440,26 @@ class OwnLoop(Guarded, raising=ASKED):
         if self._is_timed and self._is_open:
             self.accounts.mark(phase)
 
+    def drop_pass(self) -> None:
+        """The pass that has begun came to no end, and the same is tried again: what it took is
+        nobody's phase."""
+        self._is_backward, self._forward_by = False, ""
+        self._mark(OTHER)
+
+    @partial(guard, otherwise=lambda _: nullcontext())
+    def ignore_passes(self) -> AbstractContextManager[None]:
+        """Return a context whose forward and backward passes are none of the loop's."""
+        return self._ignore_passes()
+
+    @contextmanager
+    def _ignore_passes(self) -> Iterator[None]:
+        was_quiet, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = was_quiet
+            self._mark(OTHER)
+
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
         self._leave_count()
@@ -647,13 +669,12 @@ class OwnLoop(Guarded, raising=ASKED):
             "parameters": parameters,
             "buffers": [b for model in self.models for b in model.buffers()],
             "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer_state": [
-                tensor
-                for optimizer in self.optimizers
-                for state in optimizer.state.values()
-                for tensor in nested.find_tensors(state)
-            ],
+            "optimizer_state": [tensor for _, tensor in iterate_state(self.optimizers)],
         }
+
+    def find_layers(self) -> Layers:
+        """Return the layers of the watched models."""
+        return Layers(self.models, partial(iterate_state, self.optimizers))
 
     def note_failure(self, error: BaseException) -> MemoryFailure:
         """Keep in the ledger who holds the memory now that it ran out, while the frames of the
@@ -679,7 +700,10 @@ class OwnLoop(Guarded, raising=ASKED):
             }.items():
                 ledger.own(owner, tensors)
             ledger.end_phase("loop")  # what is nobody's is not the failed phase's
+            layers = self.find_layers()
+            ledger.place(layers.iterate_tensors())
             ledger.note_failure()
+            ledger.failed_layer = layers.find_failed(error)
         return MemoryFailure(
             get_error_message(error),
             phase,

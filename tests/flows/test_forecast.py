@@ -82,6 +82,19 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture
     assert main([*words[:-1], "t4"]) == 2
 
 
+def test_a_gpu_that_is_required_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was 0 where any GPU of the list was large enough."""
+    words = ["mine:Huge", "--batch", "8x65536", "--optimizer", "sgd"]
+    assert main([*words, "--require", "200GiB"]) == 0
+    said = capsys.readouterr()
+    assert "200gib" in said.out and "t4" not in said.out and not said.err
+    assert main([*words, "--require", "200GiB", "--require", "T4", "--for", "300GiB"]) == 1
+    said = capsys.readouterr()
+    assert "300gib" in said.out
+    told = r"--require: a step does not fit t4: it needs [\d.]+ GiB, and a process has 14.0 GiB "
+    assert re.fullmatch(rf"{told}there\n", said.err)
+
+
 @pytest.mark.parametrize("words", [["mine:Computing"], ["mine:make", "--loss", "mine:sum_of"]])
 def test_constructors_that_compute_and_losses_of_ones_own_are_followed(words: list[str]) -> None:
     assert main([*words, "--batch", "64x256", "--for", "t4", "--autocast", "bf16"]) == 0
@@ -102,6 +115,7 @@ def test_constructors_that_compute_and_losses_of_ones_own_are_followed(words: li
         (["mine:make", "--batch", "4x256", "--optimizer", "adamx"], "adamx : is none of"),
         (["mine:make", "--batch", "4x256", "--optimizer-arg", "lr"], "--optimizer: adamw lr:"),
         (["mine:make", "--batch", "4x256", "--for", "t5"], "--for t5: is neither a GPU"),
+        (["mine:make", "--batch", "4x256", "--require", "t5"], "--require t5: is neither a GPU"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -70,9 +70,15 @@ def test_a_forecast_of_a_training_and_of_a_loop(answer: Callable[..., Any], plac
     small = ("--memory.limit_mib", "1", "--model.args", "{hidden: [4096]}")
     assert not answer("forecast", "flows.train", *SMALL, *small, "--forecast", code=2)["fits"]
     there = answer("gpus", "flows.train", *SMALL, "--forecast", "--for", "t4,24GiB")
-    assert there["fits"] and set(there["gpus"]) == {"t4", "24gib"}
+    assert there["fits"] and set(there["gpus"]) == {"t4", "24gib"} and not there["required"]
     (place / "own.py").write_text(
         "from torch import nn\n\ndef net():\n    return nn.Linear(8, 2)\n"
     )
     loop = answer("gpus", "flows.forecast", "own:net", "--batch", "64x8", "--for", "t4")
     assert loop["gpus"]["t4"]["fits"] and loop["memory"]["owners_mib"]["parameters"] > 0
+    by_layer = loop["memory"]["layers_mib"].values()
+    in_layers = sum(held.get("parameters", 0) for held in by_layer)
+    assert in_layers == loop["memory"]["owners_mib"]["parameters"]
+    words = ("own:net", "--batch", "64x8", "--require", "T4", "--require", "1GiB")
+    loop = answer("gpus", "flows.forecast", *words, code=1)
+    assert loop["required"] == ["t4", "1gib"] and not loop["fits"] and loop["gpus"]["t4"]["fits"]

@@ -1,6 +1,7 @@
 """A training of several processes, as its user sees it: one command, one run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ruamel.yaml import YAML
 
 from headroom.run.known_runs import list_known_runs
-from tests.conftest import PYTHON, desk_environment, free_port, query
+from tests.conftest import PYTHON, ROOT, desk_environment, free_port, query
 
 Desk = Callable[..., subprocess.Popen[str]]
 
@@ -84,6 +86,39 @@ def test_torchrun_plays_one_flow_and_its_other_processes_know_of_no_tracking(pla
     assert process.returncode == 0, err
     assert out.count("FINISHED") == 1 and "2 processes" in out
     assert query(place, "select status from runs") == [("FINISHED",)]
+
+
+def test_the_command_of_a_trainjob_is_one_run_on_two_nodes(place: Path) -> None:
+    """As it stands in the page, with the variables that Kubeflow Trainer sets in each pod."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (text,) = re.findall(r"```\n(apiVersion: trainer.*?)```", page, re.DOTALL)
+    trainer = YAML(typ="safe").load(text)["spec"]["trainer"]
+    assert trainer["command"] == ["torchrun"] and trainer["numNodes"] == 2
+    pet = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+    }
+    # Kubernetes fills in $(NAME).
+    words = [re.sub(r"\$\((\w+)\)", lambda name: pet[name[1]], w) for w in trainer["args"]]
+    words[words.index("--train.epochs") + 1] = "2"
+    pods = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            cwd=place,
+            env={**desk_environment(), **pet, "PET_NODE_RANK": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [pod.communicate(timeout=200) for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert sum(out.count("FINISHED") for out, _ in said) == 1
+    assert query(place, "select status from runs") == [("FINISHED",)]
+    assert dict(query(place, "select key, value from tags"))["ranks"] == "2"
 
 
 def test_torchrun_that_is_ended_leaves_a_checkpoint_of_that_step(place: Path) -> None:

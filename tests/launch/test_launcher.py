@@ -11,7 +11,7 @@ from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
 
 SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29400"}
-NAMES = (*SET, "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
+NAMES = (*SET, "PET_NNODES", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,23 @@ def test_what_a_launcher_must_set_is_asked_for_by_name(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{words}"):
         launcher.read_rank()
+
+
+@pytest.mark.parametrize(("nodes", "is_refused"), [("4", True), ("1:4", True), ("1", False)])
+def test_a_pod_of_several_is_not_taken_for_one_alone(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, is_refused: bool
+) -> None:
+    """Kubeflow's TrainJob sets what torchrun reads, and no RANK: without torchrun each pod trained
+    the whole model alone."""
+    monkeypatch.setenv("PET_NNODES", nodes)
+    assert launcher.read_rank() == 1  # a process of torchrun has them too
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    if is_refused:
+        with pytest.raises(ConfigError, match="^RANK: is not set, while PET_NNODES is 4; start by"):
+            launcher.read_rank()
+    else:
+        assert launcher.read_rank() == 0
 
 
 @pytest.mark.parametrize(("visible", "name"), [(1, "cuda:0"), (2, None)])

@@ -162,6 +162,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         # Else it misses a worker after a minute and a half.
         "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "1",
         "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS": "1",  # else it removes once an hour
         "HEADROOM_PREFECT_PORT": str(prefect),
         "HEADROOM_MLFLOW_PORT": str(mlflow),
     }
@@ -306,6 +307,33 @@ def hook() -> Iterator[Hook]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Hook(f"http://127.0.0.1:{server.server_port}/", told)
         server.shutdown()
+
+
+def test_flow_runs_that_ended_90_days_ago_are_removed_and_their_logs(service: Service) -> None:
+    """Others stay, and what MLflow has of them all does."""
+    flow = service.ask("POST", "flows/", {"name": "old"})["id"]
+    days = {}
+    for age in (1, 89, 91, 400):
+        made = {"flow_id": flow, "state": {"type": "COMPLETED"}}
+        flow_run = service.ask("POST", "flow_runs/", made)["id"]
+        line = {"name": "old", "level": 20, "message": "m", "flow_run_id": flow_run}
+        service.ask("POST", "logs/", [{**line, "timestamp": datetime.now(UTC).isoformat()}])
+        with closing(sqlite3.connect(service.project / "prefect-home" / "prefect.db")) as opened:
+            opened.execute("PRAGMA busy_timeout = 60000")
+            ended_at = (datetime.now(UTC) - timedelta(days=age)).strftime("%Y-%m-%d %H:%M:%S.%f")
+            asked = "UPDATE flow_run SET end_time = ? WHERE replace(id, '-', '') = ?"
+            opened.execute(asked, [ended_at, flow_run.replace("-", "")])
+            opened.commit()
+        days[flow_run] = age
+
+    def find_left() -> set[int]:
+        found = service.ask("POST", "flow_runs/filter", {"flows": {"id": {"any_": [flow]}}})
+        return {days[run["id"]] for run in found}
+
+    wait_for(lambda: not {91, 400} & find_left(), service)
+    asked = {"logs": {"flow_run_id": {"any_": list(days)}}}
+    wait_for(lambda: len(service.ask("POST", "logs/filter", asked)) == 2, service)
+    assert find_left() == {1, 89}
 
 
 def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(

@@ -26,6 +26,7 @@ from headroom.services import parts, serve, service
 from headroom.services.parts import MARK, Part, ServeError, SettingError
 from headroom.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import free_port
+from tests.team import fill_environment
 
 SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
 ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
@@ -282,6 +283,31 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
     assert "PREFECT_API_KEY" not in env
     assert env["PREFECT_HOME"] == str(Path("relative").absolute())
     assert env["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/here.db"
+
+
+def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prefect's database grew by 293 KiB a run, for ever."""
+    plan = service.ServicePlan(
+        project=serve.PROJECT,
+        folder=tmp_path,
+        tracking_uri="sqlite:///here.db",
+        experiment="headroom",
+        runs=[],
+        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
+    )
+    env = service._make_environment(plan)
+    assert service.RETENTION.items() <= env.items() and service.KEPT_S == 90 * 86400
+    named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
+    monkeypatch.setenv(named, "86400")
+    assert service._make_environment(plan) == {**env, named: "86400"}
+
+
+def test_prefect_forgets_old_flow_runs_in_compose_as_with_serve() -> None:
+    assert service.RETENTION.items() <= fill_environment("prefect").items()
+    for name in service.RETENTION:
+        assert fill_environment("prefect", **{name: "other"})[name] == "other"
 
 
 def test_links_lead_to_the_public_addresses(

@@ -1,5 +1,6 @@
 """The journal and the sending process together, on a real SQLite MLflow."""
 
+import errno
 import json
 import math
 import os
@@ -153,6 +154,44 @@ def test_two_copies_of_a_folder_never_both_go_on_with_their_run(tmp_path: Path) 
     assert gone and all("in another copy of this folder" in text for text in gone)
     history = MlflowClient(where.tracking_uri).get_metric_history(journal.run_id, "train/loss")
     assert len(history) == 2 - len(gone)
+
+
+@pytest.mark.parametrize("lost", ["all", "newest"])
+def test_what_mlflow_has_of_a_step_is_not_sent_anew_where_the_log_was_lost(
+    tmp_path: Path, lost: str
+) -> None:
+    """A bucket has the log of a run when that is closed, and a copy what it had: gone on with from
+    there, each step since the checkpoint stood twice in MLflow."""
+    where = _where(tmp_path)
+    folder, copy = tmp_path / "runs" / "one", tmp_path / "copy"
+    client = MlflowClient(where.tracking_uri)
+
+    def read_steps() -> list[int]:
+        return sorted(m.step for m in client.get_metric_history(ids["run_id"], "train/loss"))
+
+    with Journal(where, folder) as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags={})
+        ids = journal.ids
+        for step in range(1, 11):
+            journal.log({"train/loss": 1 / step}, step)
+            if step == 3 and lost == "newest":
+                _until(lambda: len(read_steps()) == 3)
+                shutil.copytree(folder, copy)
+        _until(lambda: len(read_steps()) == 10)
+        if lost == "all":
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(LOG))
+    _until(lambda: not is_held(folder / "sending.lock"))
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    with Journal(where, folder) as again:
+        again.open(None)
+        again.reopen(ids, tags={"resumed": "1"})
+        _until(lambda: client.get_run(ids["run_id"]).data.tags.get("resumed") == "1")
+        for step in range(6, 13):
+            again.log({"train/loss": 1 / step}, step)
+        again.close(_run())
+    assert read_steps() == list(range(1, 13))
 
 
 def test_a_copy_of_a_folder_whose_run_is_being_trained_here_is_refused(tmp_path: Path) -> None:
@@ -419,6 +458,24 @@ def test_a_place_that_is_required_and_cannot_be_reached_is_told_before_the_run(
             journal.create(name="first", params={}, tags={})
     assert "s3cret" not in str(caught.value)
     assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_runs_on_a_mounted_bucket_that_takes_no_lock_are_the_setting_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a mount refuses when a file is closed or locked, and names none: the refusal blamed the
+    tracking_uri."""
+
+    def refuse(file, kind: int) -> None:
+        if Path(file.name).name == "store.lock":
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(mlflow_store, "flock", refuse)
+    where = _where(tmp_path)
+    with pytest.raises(OSError) as caught:
+        mlflow_store.open_experiment(where)
+    told = mlflow_store.explain_error(caught.value, where)
+    assert told.startswith(f"runs: {tmp_path}/runs can't be written (Operation not supported)")
 
 
 def test_the_telemetry_of_mlflow_is_left_out() -> None:

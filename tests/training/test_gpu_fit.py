@@ -62,3 +62,5 @@ def test_names_and_sizes_are_told_apart_and_others_are_refused() -> None:
     ]
     with pytest.raises(ConfigError, match="--for: goes with --forecast"):
         parse_training(["--for", "t4"])
+    with pytest.raises(ConfigError, match="--require: goes with --forecast"):
+        parse_training(["--require", "t4"])

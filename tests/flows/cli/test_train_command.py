@@ -272,6 +272,16 @@ def test_a_forecast_is_a_table_and_its_exit_code_tells_whether_it_fits(
     assert not (place / "mlflow.db").exists()
 
 
+@pytest.mark.parametrize(("gpu", "code"), [("T4", 0), ("1025MiB", 1), ("x5", 2)])
+def test_a_training_can_be_required_to_fit_a_gpu(
+    place: Path, capsys: pytest.CaptureFixture[str], gpu: str, code: int
+) -> None:
+    assert main(["--forecast", "--require", "l4", "--require", gpu]) == code
+    said = capsys.readouterr()
+    assert said.err.count("\n") == bool(code) and ("l4" in said.out) is (code < 2)
+    assert code != 1 or said.err.startswith("--require: a step does not fit 1025mib: it needs")
+
+
 def test_explain_device_answers_as_a_table(desk: Desk) -> None:
     process = desk("--explain-device")
     out, err = process.communicate(timeout=60)
