@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from headroom import account
 
-STEPS, EVERY, STOP_AT = 24, 10, 16  # of an epoch; between checkpoints; where it may end
+STEPS, EVERY, STOP_AT = 24, 8, 13  # of all; of an epoch, which ends with a checkpoint; its end
+EPOCHS = STEPS // EVERY
 FRAMEWORKS = ("own", "lightning", "transformers", "accelerate")
 
 
@@ -26,7 +28,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     """Numbers, each its own target."""
 
     def __len__(self) -> int:
-        return STEPS * 4
+        return EVERY * 4
 
     def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
         draw = torch.Generator().manual_seed(at)
@@ -73,9 +75,8 @@ def train_own(end: str, asked: dict[str, Any], is_told: bool) -> Any:
     with account(model=net, optimizer=opt, **asked) if is_told else nullcontext() as run:
         if left is not None and run is not None:
             run.load_state_dict(left["run"])
-        for step, batch in enumerate(DataLoader(Rows(), 4), start=1):
-            if step <= done:
-                continue
+        batches = (batch for _ in range(EPOCHS) for batch in DataLoader(Rows(), 4))
+        for step, batch in enumerate(islice(batches, done, None), start=done + 1):
             loss = net(**batch)["loss"]
             loss.backward()
             opt.step()
@@ -108,9 +109,9 @@ def train_by_lightning(end: str, asked: dict[str, Any], is_told: bool) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     told = HeadroomCallback(**asked)
-    keeps = ModelCheckpoint("kept", save_last=True, every_n_train_steps=EVERY, save_top_k=-1)
+    keeps = ModelCheckpoint("kept", save_last=True)
     trainer = pl.Trainer(
-        max_epochs=1,
+        max_epochs=EPOCHS,
         accelerator="cpu",
         callbacks=[told, keeps] if is_told else [keeps],
         log_every_n_steps=1,
@@ -167,7 +168,8 @@ def train_by_accelerate(end: str, asked: dict[str, Any], is_told: bool) -> Any:
         does.load_state(str(kept))
         done = json.loads((kept / "step.json").read_text())
     with tracker.run if tracker.run is not None else nullcontext():
-        for step, batch in enumerate(does.skip_first_batches(loader, done), start=done + 1):
+        batches = (batch for _ in range(done, STEPS, EVERY) for batch in loader)
+        for step, batch in enumerate(batches, start=done + 1):
             loss = model(**batch)["loss"]
             does.backward(loss)
             optimizer.step()
