@@ -139,6 +139,7 @@ def _print_forecast(request: Namespace) -> int:
         conclude_fits,
         describe_fits,
         make_gpu_table,
+        make_layer_table,
         parse_asked_sizes,
     )
     from tasks.forecast_memory import forecast_memory, forecast_on_gpus
@@ -159,7 +160,7 @@ def _print_forecast(request: Namespace) -> int:
     if request.json:
         print_answer(foreseen.describe())
     else:
-        Console().print(foreseen.make_table())
+        Console().print(foreseen.make_table(), make_layer_table(foreseen.memory))
     return 0 if foreseen.fits else 2
 
 

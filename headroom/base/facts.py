@@ -128,6 +128,7 @@ class TrainFacts:
     model_folder: str  # spec.json and weights.pt
     held_bytes: int  # in use on the device at the end of the training, before anything was freed
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
+    layers: dict[str, Any] = field(default_factory=dict)  # of its peak; see describe_layers
     profile: dict[str, Any] = field(default_factory=dict)  # what a verdict needs beside them
     warnings: tuple[str, ...] = ()  # what a person should doubt in the results
     # Of a classification, by part of the rows: its figures by class, for the report; see by_class.

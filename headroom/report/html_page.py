@@ -110,9 +110,10 @@ def _render_section(section: Section) -> str:
         f"<p{kinds[section.ok] if i == 0 else ''}>{escape(line)}</p>"
         for i, line in enumerate(section.lines)
     )
-    blocks = "".join(_render_block(block) for block in section.blocks)
+    drawn, grids = section.split_for_pages()
+    blocks = "".join(_render_block(block) for block in drawn)
     grid = f'<div class="blocks">{blocks}</div>' if blocks else ""
-    tables = "".join(_render_grid(grid) for grid in section.grids)
+    tables = "".join(_render_grid(grid) for grid in grids)
     return f"<h2>{escape(section.title)}</h2>{lines}{grid}{tables}"
 
 

@@ -22,6 +22,7 @@ from headroom.base.units import (
 )
 from headroom.report.verdict import WHY
 from headroom.settings.run_config import parse_best_metric
+from headroom.watch.layer_groups import COLUMNS, group_layers
 
 Numbers = Mapping[str, float]
 
@@ -38,20 +39,21 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Parts of one whole, drawn as bars under a title."""
-
-    title: str
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
 class Grid:
     """A table of words, the first column of them names."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts of one whole, drawn as bars under a title."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    page: Grid | None = None  # what pages have in its place: more than a terminal has room for
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Section:
     blocks: tuple[Block, ...] = ()
     ok: bool | None = None
     grids: tuple[Grid, ...] = ()  # on pages: a terminal has no room for them
+
+    def split_for_pages(self) -> tuple[list[Block], list[Grid]]:
+        """Return the blocks and the tables that pages have."""
+        pages = [block.page for block in self.blocks if block.page is not None]
+        return [block for block in self.blocks if block.page is None], [*pages, *self.grids]
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,12 @@ def shorten_class_name(name: Any, limit: int) -> str:
 
 
 LEAKS_SHOWN = 6
+LAYER_LETTERS = 40  # of a layer's path, beside a bar
 
 
-def make_memory_section(metrics: Numbers) -> Section:
-    """Return the section of the peak, by owner and by phase, and of the host process's memory."""
+def make_memory_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:
+    """Return the section of the peak, by owner, by phase and by layer, and of the host process's
+    memory."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
     owners = [(label, mib) for label, mib in _list_parts(metrics, Place.OWNERS) if mib]
     peaks = _list_parts(metrics, Place.PHASE_PEAKS)
@@ -171,9 +180,40 @@ def make_memory_section(metrics: Numbers) -> Section:
     blocks = (
         Block(title, make_bars(owners, whole=whole, words=format_mebibytes)),
         Block("highest in each phase", make_bars(peaks, whole=top, words=format_mebibytes)),
+        *_make_layer_blocks(run.get("layers") or {}, limit),
     )
     lines = (*join_parts(pool), *join_parts(trouble), *join_parts(host))
     return Section("Memory", lines, tuple(b for b in blocks if b.bars))
+
+
+def _make_layer_blocks(told: Mapping[str, Any], limit: int) -> list[Block]:
+    """Return what the largest layers held at the peak of a counted step: in all as bars, by owner
+    as a table; nothing of a model of one layer."""
+    groups = group_layers(told)
+    if len(told.get("layers", ())) < 2:
+        return []
+    sizes = [group.bytes / 1024**2 for group in groups]
+    parts = [
+        [format_mebibytes(size / 1024**2) if size else "" for size in group.split().values()]
+        for group in groups
+    ]
+    rows = tuple(
+        (_shorten_path(group.label, limit), *words, format_mebibytes(size))
+        for group, words, size in zip(groups, parts, sizes, strict=True)
+    )
+    named = [
+        (_shorten_path(group.label, LAYER_LETTERS), size)
+        for group, size in zip(groups, sizes, strict=True)
+    ]
+    title = "by layer, at the peak of a counted step"  # which may lie below the run's
+    bars = make_bars(named, whole=sum(sizes), words=format_mebibytes)
+    return [Block(title, bars, page=Grid(title, ("layer", *COLUMNS, "in all"), rows))]
+
+
+def _shorten_path(path: str, limit: int) -> str:
+    """Return the path, of which the end says more than the beginning."""
+    printable = make_printable(path, limit=400)
+    return printable if len(printable) <= limit else f"...{printable[3 - limit :]}"
 
 
 def make_oom_section(run: Mapping[str, Any], *, limit: int) -> Section:
@@ -253,7 +293,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
             tags, metrics, is_shared=(run.get("params") or {}).get("device.share") in ("True", True)
         ),
         _make_time_section(metrics),
-        make_memory_section(metrics),
+        make_memory_section(run, metrics, limit=limit),
         make_oom_section(run, limit=limit),
         make_release_section(run, metrics, limit=limit),
     )

@@ -57,17 +57,20 @@ def _render_lines(section: Section) -> Iterator[_Line]:
 
 
 def _render_blocks(section: Section) -> Iterator[Table]:
-    """Yield the blocks of a section side by side, two in a row."""
+    """Yield the blocks of a section side by side, two in a row; those with long names after
+    them."""
     from rich.table import Table
 
-    if section.blocks:
+    drawn, _ = section.split_for_pages()
+    if drawn:
         row = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             row.add_column(ratio=1)
-        bars = [_Wide(_render_bars(block)) for block in section.blocks]
+        bars = [_Wide(_render_bars(block)) for block in drawn]
         for i in range(0, len(bars), 2):
             row.add_row(*bars[i : i + 2])
         yield row
+    yield from (_render_bars(block) for block in section.blocks if block.page is not None)
 
 
 def _render_bars(block: Block) -> Table:
@@ -208,8 +211,9 @@ def _render_markdown(report: Report, command: str) -> str:
         parts.append(f"### {section.title}")
         if section.lines:
             parts.append("\n".join(f"- {_escape_markup(line)}" for line in section.lines))
-        parts.extend(_render_markdown_table(block) for block in section.blocks)
-        parts.extend(_render_markdown_grid(grid) for grid in section.grids)
+        blocks, grids = section.split_for_pages()
+        parts.extend(_render_markdown_table(block) for block in blocks)
+        parts.extend(_render_markdown_grid(grid) for grid in grids)
     if command:
         ticks = max((len(run) for run in re.findall("`+", command)), default=0)
         fence = "`" * max(3, ticks + 1)

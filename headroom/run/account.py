@@ -478,6 +478,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         slow_rank = find_slow_rank(by_rank)
         self._found.profile = {**loop.accounts.describe(), "slow_rank": slow_rank}
         self.keep_stats(loop.accounts.phases.meter.read_stats())
+        self.keep_layers(loop.accounts.describe_layers())
         self._clock.stages["time/train_model_s"] = loop.accounts.watch.compute_total_s()
         held = self._clock.time_stage(
             "release_memory", loop.measure_held, baseline_bytes=device.baseline_bytes

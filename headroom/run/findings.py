@@ -62,6 +62,7 @@ class Findings:
     failure: Failure | None = None  # the first one
     oom: dict[str, Any] | None = None  # how memory ran out
     classes: Any = None
+    layers: dict[str, Any] = field(default_factory=dict)  # of its peak; see describe_layers
     profile: dict[str, Any] = field(default_factory=dict)  # of its loop; see Accounts.describe
     held_bytes: int = 0  # at the end of the training
     leaks: tuple[Owner, ...] = ()
@@ -119,6 +120,7 @@ class Findings:
             "tags": self.tags,
             "metrics": {**self.series, **self.summary},
             "warnings": self.warnings,
+            "layers": self.layers,
             "profile": self.profile,
             "owners": self.owners,
             "kept": self.kept,

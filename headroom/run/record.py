@@ -223,6 +223,7 @@ class Record(Recording):
         if self._progress is not None:  # its last line says what the report says
             self._progress.update(facts.metrics, self._step)
         self.keep_stats(facts.stats)
+        self.keep_layers(facts.layers)
 
     def _close(self) -> None:
         _ended[:] = [self]

@@ -199,6 +199,12 @@ class Recording:
         if stats:
             self._write("memory/stats.json", json.dumps(stats, indent=1))
 
+    def keep_layers(self, layers: Mapping[str, Any]) -> None:
+        """Keep which layers of the model held which bytes at the peak, where a step was counted."""
+        if layers:
+            self._found.layers = dict(layers)
+            self._write("memory/layers.json", json.dumps(layers, indent=1))
+
     def keep_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
         self._found.add_release(facts)

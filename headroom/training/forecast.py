@@ -20,7 +20,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from headroom.base import nested
 from headroom.base.facts import DeviceFacts
-from headroom.watch.allocation_log import LIBRARIES, MIB, REST, AllocationLog
+from headroom.watch.allocation_log import (
+    LIBRARIES,
+    MIB,
+    REST,
+    AllocationLog,
+    sum_by_layer,
+    sum_by_owner,
+)
+from headroom.watch.layers import Layers, State
 from headroom.watch.simulated_allocator import (
     SMALL_SEGMENT_BYTES,
     AllocateEvent,
@@ -61,7 +69,7 @@ class Forecast:
 
     layers: of `owners`, what lies in a module of the model: by the module's path, such as
     "encoder.layers.3.attn", and there by owner: parameters, buffers, gradients, optimizer_state,
-    activations, and rest, which is what operations of the module took beside them. Each byte is
+    activations, and what operations of the module took beside them (rest, libraries). Each byte is
     told of the innermost module alone; "" is the model itself. What no module is known of, such as
     the loss and the batch, is in `owners` only.
     """
@@ -142,6 +150,8 @@ class DryRun:
         self._marks: list[tuple[str, int]] = []  # phases, and the events by then
         self._phases: dict[str, int] = {}
         self._owners: dict[str, int] = {}
+        self._by_layer: dict[str, dict[str, int]] = {}
+        self._layers, self._state = Layers(), list[tuple[Tensor, Tensor]]()
         self._most = 0
         self._convolves = False  # has layers that cuDNN may compute
 
@@ -156,12 +166,24 @@ class DryRun:
         """Count a model whose tensors were made here."""
         self.own("parameters", model.parameters())
         self.own("buffers", model.buffers())
+        self._layers = Layers([model], lambda: self._state)
+        self._log.know_layers(self._layers.paths)
+        self._log.place(self._layers.iterate_tensors())
         self.parameter_bytes = self._log.allocated_bytes
         self._convolves = any(isinstance(m, (_ConvNd, nn.RNNBase)) for m in model.modules())
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Assign these tensors to an owner."""
         self._log.own(owner, tensors)
+
+    def own_trained(self, model: nn.Module, state: State = ()) -> None:
+        """Assign what a step has made for the model that was added: gradients, and the state of its
+        optimizer."""
+        self._state = list(state)
+        self.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+        self.own("optimizer_state", (tensor for _, tensor in self._state))
+        self._log.place(self._layers.iterate_tensors())
+        self._state = []
 
     def mark(self, phase: str) -> None:
         """End `phase` here."""
@@ -174,7 +196,9 @@ class DryRun:
     def settle(self) -> None:
         """Assign what was counted since the last call to the owners that are known by now."""
         if self._log.step_peak_bytes > self._most:
-            self._most, self._owners = self._log.step_peak_bytes, self._log.sum_owners_at_peak()
+            at_peak = self._log.list_at_peak()
+            self._most = self._log.step_peak_bytes
+            self._owners, self._by_layer = sum_by_owner(at_peak), sum_by_layer(at_peak)
         self._log.begin_step()
 
     def end_setup(self) -> None:
@@ -230,6 +254,7 @@ class DryRun:
             parameter_bytes=self.parameter_bytes,
             micro_batch=rows,
             note="; ".join(self._list_notes()),
+            layers=self._by_layer,
         )
         return self._count_segments(forecast) if is_pooled else forecast
 

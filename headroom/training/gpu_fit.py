@@ -18,6 +18,8 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import ConfigError
 from headroom.training.forecast import Forecast
 from headroom.watch.allocation_log import MIB
+from headroom.watch.layer_groups import COLUMNS, group_layers
+from headroom.watch.layers import describe_layers
 
 # MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
 SIZES_MIB = {
@@ -175,6 +177,10 @@ def describe_memory(forecast: Forecast) -> dict[str, Any]:
         "phase": forecast.phase,
         "owners_mib": {owner: size / MIB for owner, size in forecast.owners.items()},
         "phases_mib": {phase: size / MIB for phase, size in forecast.phases.items()},
+        "layers_mib": {
+            path: {owner: size / MIB for owner, size in held.items()}
+            for path, held in forecast.layers.items()
+        },
         "micro_batch": forecast.micro_batch,
         "note": forecast.note,
     }
@@ -192,6 +198,18 @@ def make_memory_table(forecast: Forecast, title: str) -> Table:
     table.add_section()
     for phase, most in forecast.phases.items():
         table.add_row(f"peak of {phase}", _format_size(most))
+    return table
+
+
+def make_layer_table(forecast: Forecast) -> Table:
+    """Return a table of the layers that take the most at the peak."""
+    told = describe_layers(forecast.owners, forecast.layers)
+    table = Table("", title=f"layers at the peak, in {forecast.phase}", title_justify="left")
+    for column in (*COLUMNS, "in all"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in group_layers(told):
+        sizes = [_format_size(size) if size else "" for size in group.split().values()]
+        table.add_row(group.label, *sizes, _format_size(group.bytes))
     return table
 
 

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import count, islice
 
 from headroom.base.scores import Evaluation
@@ -27,6 +28,7 @@ from headroom.training.optim import Plateau
 from headroom.training.plan import Schedule
 from headroom.training.train_state import TrainState
 from headroom.watch.accounts import LoopFacts
+from headroom.watch.layers import Layers
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,12 @@ def fit_model(
     evaluation = Evaluation()
     of_epoch = train.count_steps(schedule.batch_size)
     last_step = schedule.count_steps(of_epoch)
-    accounts.begin_training(LoopFacts(last_step, schedule.log_every, state.rate, state.speeds))
+    find_layers = partial(Layers, [state.model], state.optimizer.iterate_state)
+    accounts.begin_training(
+        LoopFacts(
+            *(last_step, schedule.log_every, state.rate, state.speeds), find_layers=find_layers
+        )
+    )
     checkpoints.resume(state)
     begin = state.position
     step, epoch, rows = begin.step, begin.epoch - (begin.batch == 0), begin.rows

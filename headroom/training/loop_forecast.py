@@ -39,10 +39,12 @@ from headroom.training.gpu_fit import (
     find_misfits,
     make_absent_gpu,
     make_gpu_table,
+    make_layer_table,
     make_memory_table,
     parse_gpu_sizes,
 )
 from headroom.watch.allocation_log import MIB
+from headroom.watch.layers import iterate_state
 
 STEPS = 3  # the second has gradients and state of the first; the third, what those left in caches
 CLOSE = 0.02  # of the largest batch: so near is told
@@ -92,6 +94,7 @@ class LoopForecast:
         console = Console(width=100)
         with console.capture() as shown:
             console.print(make_memory_table(self.memory, f"a step on {rows:,} rows"))
+            console.print(make_layer_table(self.memory))
             console.print(make_gpu_table(self.gpus, rows))
             console.print("\n".join(filter(None, notes)))
         return shown.get().rstrip()
@@ -169,10 +172,10 @@ def _take_step(
     del outputs
     dry.mark("forward")
     loss.backward()
-    dry.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+    dry.own_trained(model)
     dry.mark("backward")
     optimizer.step()
-    dry.own("optimizer_state", nested.find_tensors([*optimizer.state.values()]))
+    dry.own_trained(model, iterate_state([optimizer]))
     dry.mark("optimizer")
     optimizer.zero_grad()
 

@@ -139,7 +139,17 @@ class Optimizer:
 
     def list_state_tensors(self) -> list[Tensor]:
         """Return the tensors of the state, on their device."""
-        raise NotImplementedError
+        return list({id(tensor): tensor for _, tensor in self.iterate_state()}.values())
+
+    def iterate_state(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the tensors of the state, each with its parameter: one that several share, with
+        each of them."""
+        for kept in (*self._list_kept(), self.averages):
+            yield from zip(self.params, kept, strict=False)  # none where none are made yet
+
+    def _list_kept(self) -> tuple[list[Tensor], ...]:
+        """Return the lists of the state that have a tensor for each parameter."""
+        return ()
 
     def state(self) -> Any:
         """Return what the next step depends on beside parameters and rate; empty before the
@@ -273,9 +283,8 @@ class AdamW(Optimizer):
             torch._foreach_sub_(counts, taken)
             raise
 
-    def list_state_tensors(self) -> list[Tensor]:
-        counts = {id(count): count for count in self.steps}.values()
-        return [*self.means, *self.squares, *counts, *self.averages]
+    def _list_kept(self) -> tuple[list[Tensor], ...]:
+        return self.means, self.squares, self.steps
 
     def state(self) -> Any:
         # One count for all parameters stays one.
@@ -335,8 +344,8 @@ class Sgd(Optimizer):
             self._applied += 1
         self._applied = 0
 
-    def list_state_tensors(self) -> list[Tensor]:
-        return [*self.momenta, *self.averages]
+    def _list_kept(self) -> tuple[list[Tensor], ...]:
+        return (self.momenta,)
 
     def state(self) -> Any:
         return {"momenta": list(self.momenta), **self._keep_averages()}
@@ -598,11 +607,13 @@ class TorchOptimizer(Optimizer):
         held = vars(self._inner).items()
         return {name: o for name, o in held if isinstance(o, torch.optim.Optimizer)}
 
-    def list_state_tensors(self) -> list[Tensor]:
-        inner = (self._inner, *self._find_within().values())
-        states = [state for o in inner for state in o.state.values()]
-        kept = {id(t): t for state in states for t in state.values() if isinstance(t, Tensor)}
-        return [*kept.values(), *self.averages]
+    def iterate_state(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for one in (self._inner, *self._find_within().values()):
+            for parameter, state in one.state.items():
+                for tensor in state.values():
+                    if isinstance(tensor, Tensor):
+                        yield parameter, tensor
+        yield from super().iterate_state()
 
     def state(self) -> Any:
         within = {name: other.state_dict() for name, other in self._find_within().items()}

@@ -152,8 +152,7 @@ def _train_steps(
         first = min(2 * step.micro.rows, size)
         x, y = nested.take_first_rows((batch.x, batch.y), first)
         step(Batch(x, y, first), norm=True, watched=Watched.NOT)
-        dry.own("gradients", (p.grad for p in step.optimizer.params if p.grad is not None))
-        dry.own("optimizer_state", step.optimizer.list_state_tensors())
+        dry.own_trained(model, step.optimizer.iterate_state())
 
     model.train()
     train_rows = plan.data.train_rows

@@ -218,7 +218,7 @@ def _save(
             place.admission, place.past, settings.memory.limit_mib, tuned.has_recorded
         ),
     }
-    stats = place.meter.read_stats()
+    stats, layers = place.meter.read_stats(), accounts.describe_layers()
     if settings.memory.snapshot and ranks.is_lead:
         title = f"Memory of a training step on {plan.device.name}"
         write_timeline(place.ledger, folder, title=title, lines=[])
@@ -269,6 +269,7 @@ def _save(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
+        layers=layers,
         profile={
             **profile,
             "once_s": {**profile["once_s"], "log": ended_s, "checkpoint": saved_s},

@@ -23,6 +23,7 @@ from headroom.watch.allocation_log import AllocationLog
 from headroom.watch.allocators import wait_for_device
 from headroom.watch.core_wait import CoreWatch, count_cores
 from headroom.watch.holders import find_growing_list
+from headroom.watch.layers import Layers
 from headroom.watch.memory_by_owner import MemoryByOwner, OwnedTensors
 from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.phases import (
@@ -59,6 +60,7 @@ class LoopFacts:
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # more, from samples/s
     early: tuple[int, ...] = ()  # log points beside those: a loop of an unknown length may be short
     may_count: Callable[[], bool] = lambda: True  # the memory of the step that begins, if it is due
+    find_layers: Callable[[], Layers] = Layers  # of what it trains
     may_wait: bool = True  # for the device, once: after the first step, to know what that took
 
 
@@ -130,6 +132,7 @@ class Accounts:
         """Prepare for the first step; return the metrics of the steps, which a checkpoint keeps."""
         self._facts = facts
         self.phases.may_count = facts.may_count
+        self.phases.accounts.find_layers = facts.find_layers
         self.steps = StepMetrics(
             self.device,
             phases=self.phases,
@@ -233,6 +236,11 @@ class Accounts:
         if peak_mib is not None and accounts.ledger.misses_kernels:
             memory[LOWER_BOUND] = 1.0
         return {**memory, **accounts.make_metrics(peak_mib=peak_mib)}
+
+    def describe_layers(self) -> dict[str, Any]:
+        """Return the bytes by layer at the highest peak of a counted step, as JSON holds them;
+        empty where no layer is known."""
+        return self.phases.accounts.describe_layers()
 
     def summarize(
         self,

@@ -1,9 +1,9 @@
 """Record which owner holds which bytes, operation by operation: a dispatch mode that counts
 each storage from the operation that makes it until it is freed, and names the operation and the
-nearest Python line outside PyTorch (in a backward pass, the line of the forward operation whose
-gradient it computes). It sees what tensors hold on any device, real or fake, and not what
-libraries take for themselves; it costs some microseconds an operation, so that training uses it
-on sampled steps, for a limit, and to explain why memory ran out.
+nearest Python line outside PyTorch and the layer that it is in (in a backward pass, those of the
+forward operation whose gradient it computes). It sees what tensors hold on any device, real or
+fake, and not what libraries take for themselves; it costs some microseconds an operation, so that
+training uses it on sampled steps, for a limit, and to explain why memory ran out.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,32 +35,68 @@ _TORCH = str(Path(torch.__file__).parent)
 _OURS = __file__
 
 
-class OperationLines:
-    """Finds the lines of a step's operations. Call it inside each operation, below autograd."""
+_CALL, _ENGINE = nn.Module._call_impl.__code__, _engine_run_backward.__code__
 
-    def __init__(self) -> None:
-        self._forward: dict[int, str] = {}  # by the number of the autograd node that a line made
 
-    def find_line(self, *, is_needed: bool) -> str:
-        """Return the line of the operation that runs now; it may be empty where it is not
+class Place(NamedTuple):
+    """Where an operation is: its line, and the path of the innermost layer that is being called;
+    None outside of all."""
+
+    line: str
+    layer: str | None
+
+
+class OperationPlaces:
+    """Finds the places of a step's operations. Call it inside each operation, below autograd."""
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        """paths: of layers, by the ids of their modules. They are found on the stack of calls, not
+        by hooks: some of PyTorch's own layers compute otherwise where they have hooks, and an error
+        would leave a call open."""
+        self._paths = paths
+        self._forward: dict[int, Place] = {}  # by the number of the autograd node that is made
+
+    def find_place(self, *, is_needed: bool) -> Place:
+        """Return the place of the operation that runs now; it may be empty where it is not
         needed."""
         # A backward runs in a thread of C++ on a GPU, with no Python on its stack.
         node = torch._C._current_autograd_node()
         if node is not None:
-            forward = self._forward.get(node._sequence_nr(), "")
-            return f"backward of {forward}" if forward else node.name()
+            known = self._forward.get(node._sequence_nr(), NOWHERE)
+            again = self._find_layer(sys._getframe()) if self._paths else None
+            if again is not None:
+                known = Place(known.line, again)
+            if torch.is_grad_enabled():  # of a checkpoint, which has a backward of its own
+                self._forward.setdefault(_get_sequence_nr() - 1, known)
+            line = f"backward of {known.line}" if known.line else node.name()
+            return Place(line, known.layer)
         # Of an operation that will be differentiated the node was made just before it runs.
-        number = torch.autograd._get_sequence_nr() - 1
+        number = _get_sequence_nr() - 1
         if not is_needed and number in self._forward:
-            return ""
-        line = _find_python_line()
-        self._forward.setdefault(number, line)
-        return line
+            return NOWHERE
+        # No frame keeps itself: it would keep all that called it, and their tensors.
+        layer = self._find_layer(sys._getframe()) if self._paths else None
+        place = Place(_find_python_line(sys._getframe()), layer)
+        self._forward.setdefault(number, place)
+        return place
+
+    def _find_layer(self, frame: FrameType | None) -> str | None:
+        """Return the path of the innermost layer that is called; in a backward pass, of one that is
+        computed anew."""
+        while frame is not None and frame.f_code is not _ENGINE:
+            if frame.f_code is _CALL:
+                path = self._paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return None
 
 
-def _find_python_line() -> str:
+NOWHERE = Place("", None)
+
+
+def _find_python_line(frame: FrameType | None) -> str:
     """Return the nearest Python line outside PyTorch and the log; empty where there is none."""
-    frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_TORCH) and name != _OURS and not name.startswith("<"):
@@ -114,6 +153,7 @@ class Entry:
     phase: str = ""
     owner: str = REST
     died: int | None = None
+    layer: str | None = None  # the path of the module that it lies in; None: in none that is known
 
 
 class AllocationLog(TorchDispatchMode):
@@ -146,7 +186,9 @@ class AllocationLog(TorchDispatchMode):
         self._unphased: list[Entry] = []
         self._phases: list[tuple[int, str]] = []
         self._at_failure: list[Entry] = []
-        self._lines = OperationLines()
+        self._paths: Mapping[int, str] = {}
+        self._places = OperationPlaces(self._paths)
+        self.failed_layer: str | None = None  # in which an operation of this step last failed
         self._allocated = 0  # what has died since the last sweep included
         self.peak_bytes = 0  # since reset_peak()
         self.step_peak_bytes = 0
@@ -193,20 +235,39 @@ class AllocationLog(TorchDispatchMode):
     def track_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, without naming their owner."""
         for tensor in tensors:
-            self._find_entry(tensor, line="", what=describe_tensor(tensor))
+            self._find_entry(tensor, place=NOWHERE, what=describe_tensor(tensor))
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Assign the storages of these tensors to `owner`, also those made before."""
         for tensor in map(get_local_part, tensors):
-            entry = self._find_entry(tensor, line="", what=describe_tensor(tensor))
+            entry = self._find_entry(tensor, place=NOWHERE, what=describe_tensor(tensor))
             if entry is not None:
                 entry.owner = owner
+
+    def know_layers(self, paths: Mapping[int, str]) -> None:
+        """From here on, tell the layer of an operation. paths: by the ids of modules that are
+        alive; none of them: tell of no layer."""
+        self._paths = paths
+        self._places = OperationPlaces(paths)
+
+    def place(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Say in which layer the storages of these tensors lie, each with its path: one that
+        several layers share, in what has them all."""
+        paths: dict[int, str] = {}
+        for path, tensor in tensors:
+            key = _get_storage_key(get_local_part(tensor))
+            known = paths.setdefault(key, path)
+            if known != path:
+                paths[key] = _find_shared_path(known, path)
+        for key, path in paths.items():
+            if key in self._live:
+                self._live[key].layer = path
 
     def begin_step(self) -> None:
         """Forget what was freed before; the peak is that of the step which begins here."""
         self.step_peak_bytes = self.allocated_bytes
         self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
-        self._lines = OperationLines()
+        self._places, self.failed_layer = OperationPlaces(self._paths), None
         self.operations = 0
         self._step_peak_at = self._step_from = self._allocations
 
@@ -305,9 +366,9 @@ class AllocationLog(TorchDispatchMode):
         refusal = self._make_refusal(made)
         if refusal is not None:
             return refusal
-        line = self._lines.find_line(is_needed=bool(made))
+        place = self._places.find_place(is_needed=bool(made))
         entries = [
-            self._find_entry(tensor, line=line, what=describe_output(func, tensor))
+            self._find_entry(tensor, place=place, what=describe_output(func, tensor))
             for tensor in made
         ]
         # Of two outputs in one storage there is one entry.
@@ -319,7 +380,7 @@ class AllocationLog(TorchDispatchMode):
             taken = (*taken, own_bytes)
         if taken:
             self._add_scratch(
-                taken, line=line, what=f"scratch memory of {get_operation_name(func)}"
+                taken, place=place, what=f"scratch memory of {get_operation_name(func)}"
             )
         return None
 
@@ -348,6 +409,7 @@ class AllocationLog(TorchDispatchMode):
         """Keep what is alive now, where memory has run out."""
         self._sweep()
         self._at_failure = list(self._live.values())
+        self.failed_layer = self._places.find_place(is_needed=True).layer
 
     def _is_unknown(self, tensor: Tensor) -> bool:
         return (
@@ -359,7 +421,7 @@ class AllocationLog(TorchDispatchMode):
     def _compute_size_bytes(self, tensor: Tensor) -> int:
         return self._block(Tensor.untyped_storage(tensor).nbytes())
 
-    def _find_entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
+    def _find_entry(self, tensor: Tensor, *, place: Place, what: str) -> Entry | None:
         """Return the entry of the tensor's storage, made where there is none yet."""
         if not self._is_unknown(tensor):
             return self._live.get(_get_storage_key(tensor))
@@ -369,7 +431,7 @@ class AllocationLog(TorchDispatchMode):
         self._sweep()
         self._allocations += 1
         ref = StorageWeakRef(Tensor.untyped_storage(tensor))
-        entry = Entry(ref, size_bytes, self._allocations, line, what)
+        entry = Entry(*(ref, size_bytes, self._allocations, place.line, what), layer=place.layer)
         self._live[_get_storage_key(tensor)] = entry
         self._record_event(AllocateEvent(entry.born, size_bytes, self.pool))
         self._unphased.append(entry)
@@ -377,14 +439,15 @@ class AllocationLog(TorchDispatchMode):
         self._note_peak(self._allocated)
         return entry
 
-    def _add_scratch(self, sizes: Sequence[int], *, line: str, what: str) -> None:
+    def _add_scratch(self, sizes: Sequence[int], *, place: Place, what: str) -> None:
         """Memory that an operation has taken, all of it at once, and given back."""
         first, most = self._allocations + 1, 0
         self._allocations += len(sizes)
         for at, size_bytes in enumerate(sizes, first):
             died = self._allocations + 1
             size = self._block(size_bytes)
-            entry = Entry(None, size, at, line, what, owner=LIBRARIES, died=died)
+            entry = Entry(None, size, at, place.line, what, owner=LIBRARIES, died=died)
+            entry.layer = place.layer
             self._gone.append(entry)
             self._unphased.append(entry)
             self._record_event(AllocateEvent(at, entry.bytes, self.pool))
@@ -418,6 +481,21 @@ def sum_by_owner(entries: Iterable[Entry]) -> dict[str, int]:
     for entry in entries:
         by_owner[entry.owner] += entry.bytes
     return dict(by_owner)
+
+
+def sum_by_layer(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+    """Return the bytes by owner of each layer that has any, by its path."""
+    by_layer: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for entry in entries:
+        if entry.layer is not None:
+            by_layer[entry.layer][entry.owner] += entry.bytes
+    return {path: dict(owners) for path, owners in by_layer.items()}
+
+
+def _find_shared_path(one: str, other: str) -> str:
+    """Return the path of the innermost module that has both of these."""
+    parts = zip(one.split("."), other.split("."), strict=False)
+    return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], parts))
 
 
 def _get_storage_key(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Measure who owns the bytes of a training step at its peak: parameters, buffers, gradients,
 optimizer state, data, batch, activations, what libraries and a recorded graph keep, and the
-rest. It counts the steps that are watched, and says nothing of a device whose steps were never
-watched.
+rest; and in which layer of the model they lie. It counts the steps that are watched, and says
+nothing of a device whose steps were never watched.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from torch import Tensor
 
 from headroom.base import nested
 from headroom.base.names import OWNERS
-from headroom.watch.allocation_log import LIBRARIES, MIB, REST, AllocationLog
+from headroom.watch.allocation_log import (
+    LIBRARIES,
+    MIB,
+    REST,
+    AllocationLog,
+    sum_by_layer,
+    sum_by_owner,
+)
 from headroom.watch.allocators import NoAllocator, Space
 from headroom.watch.holders import find_live_tensors
+from headroom.watch.layers import Layers, describe_layers
 
 BEST_WEIGHTS = "best_weights"
 OwnedTensors = Mapping[str, Iterable[Tensor]]
@@ -37,8 +45,11 @@ class MemoryByOwner:
         self.ledger = ledger
         self._owned, self._in_use = owned, in_use
         self._is_first = True
+        self.find_layers: Callable[[], Layers] = Layers  # of the models, when a step is counted
+        self._layers = Layers()  # of the step that is counted
         self._most = 0
         self._owners: dict[str, int] = {}
+        self._by_layer: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def count_memory(self, batch: Any) -> Iterator[None]:
@@ -48,6 +59,8 @@ class MemoryByOwner:
             # Whatever else is there is no library's: what it held before the run, too.
             self._is_first = False
             self.ledger.track_tensors(live.tensor for live in find_live_tensors(self.ledger.device))
+        self._layers = self.find_layers()
+        self.ledger.know_layers(self._layers.paths)
         self._settle({**self._owned(), "batch": nested.find_tensors(batch)})
         self.ledger.begin_step()
         try:
@@ -55,10 +68,13 @@ class MemoryByOwner:
                 yield
         finally:
             self._settle(self._owned())  # also what was made before a failure has its owner
+            self._layers = Layers()  # nothing of the model is kept, nor looked for in a later step
+            self.ledger.know_layers({})
         libraries_bytes = max(0, (self._in_use() or 0) - self.ledger.allocated_bytes)
         if self.ledger.step_peak_bytes + libraries_bytes > self._most:
             self._most = self.ledger.step_peak_bytes + libraries_bytes
-            self._owners = self.ledger.sum_owners_at_peak()
+            at_peak = self.ledger.list_at_peak()
+            self._owners, self._by_layer = sum_by_owner(at_peak), sum_by_layer(at_peak)
             if libraries_bytes:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
@@ -88,9 +104,15 @@ class MemoryByOwner:
             if owner not in seldom or owner in is_told
         }
 
+    def describe_layers(self) -> dict[str, Any]:
+        """Return the bytes by layer at the highest peak of a watched step, as JSON holds them;
+        empty where no layer is known."""
+        return describe_layers(self._owners, self._by_layer)
+
     def _settle(self, owned: OwnedTensors) -> None:
         for owner, tensors in owned.items():
             self.ledger.own(owner, tensors)
+        self.ledger.place(self._layers.iterate_tensors())
 
 
 class CountedAllocator(NoAllocator):

@@ -12,7 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from headroom.base.import_paths import is_import_path
@@ -25,6 +25,7 @@ from headroom.watch.allocation_log import (
     REST,
     AllocationLog,
     Entry,
+    sum_by_layer,
     sum_by_owner,
 )
 from headroom.watch.out_of_memory import MemoryFailure
@@ -126,6 +127,9 @@ class OomExplanation:
     setting: str  # the one to change
     remedy: str
     unrepeated: str = ""  # why it was not tried again
+    layer: str = ""  # in which it ran out; empty where that is not known
+    # Of `owners`, by the path of the layer that it lies in.
+    layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def sentence(self) -> str:
@@ -155,7 +159,8 @@ class OomExplanation:
         step = f" of step {self.step}" if self.step else ""
         failed_in = {phase.name: phase.failed_in for phase in PHASES if phase.failed_in}
         phase = {**failed_in, "sending": "sending of a batch"}.get(self.phase, self.phase)
-        return f"the {phase}{step}{batch}"
+        layer = f", in the layer {self.layer}" if self.layer else ""
+        return f"the {phase}{step}{batch}{layer}"
 
     def _describe_tries(self) -> str:
         if not self.tried:
@@ -234,6 +239,8 @@ def make_explanation(
         setting=setting,
         remedy=remedy,
         unrepeated=failure.unrepeated,
+        layer=(held and ledger.failed_layer) or "",
+        layers=sum_by_layer(held),
     )
 
 

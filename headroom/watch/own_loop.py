@@ -35,6 +35,7 @@ from headroom.watch.graph_size import MOST_OUTPUTS, measure_graph
 from headroom.watch.guard import Block, Guarded, Hook, guard, take_own_error, unguard
 from headroom.watch.holders import SAVED, find_live_tensors
 from headroom.watch.kernel_memory import KernelMemory
+from headroom.watch.layers import Layers, iterate_state
 from headroom.watch.leaks import has_compiled, measure_held_memory
 from headroom.watch.logged_values import LoggedValues, take_step
 from headroom.watch.memory_by_owner import CountedAllocator, OwnedTensors
@@ -102,7 +103,7 @@ class _GuardedLog(AllocationLog):
 # What the account itself asks, under its own guard.
 ASKED = (
     *("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end"),
-    *("make_step_block", "make_phase_block"),
+    *("find_layers", "make_step_block", "make_phase_block"),
 )
 
 
@@ -150,6 +151,7 @@ class OwnLoop(Guarded, raising=ASKED):
             early=EARLY,
             may_wait=False,
             may_count=self._can_afford_count,
+            find_layers=self.find_layers,
         )
         self._metrics = self.accounts.begin_training(facts)
         self._metrics.read_every_s = READ_EVERY_S
@@ -620,13 +622,12 @@ class OwnLoop(Guarded, raising=ASKED):
             "parameters": parameters,
             "buffers": [b for model in self.models for b in model.buffers()],
             "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer_state": [
-                tensor
-                for optimizer in self.optimizers
-                for state in optimizer.state.values()
-                for tensor in nested.find_tensors(state)
-            ],
+            "optimizer_state": [tensor for _, tensor in iterate_state(self.optimizers)],
         }
+
+    def find_layers(self) -> Layers:
+        """Return the layers of the watched models."""
+        return Layers(self.models, partial(iterate_state, self.optimizers))
 
     def note_failure(self, error: BaseException) -> MemoryFailure:
         """Keep in the ledger who holds the memory now that it ran out, while the frames of the
@@ -652,7 +653,10 @@ class OwnLoop(Guarded, raising=ASKED):
             }.items():
                 ledger.own(owner, tensors)
             ledger.end_phase("loop")  # what is nobody's is not the failed phase's
+            layers = self.find_layers()
+            ledger.place(layers.iterate_tensors())
             ledger.note_failure()
+            ledger.failed_layer = layers.find_failed(error)
         return MemoryFailure(
             get_error_message(error),
             phase,

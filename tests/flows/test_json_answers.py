@@ -76,6 +76,9 @@ def test_a_forecast_of_a_training_and_of_a_loop(answer: Callable[..., Any], plac
     )
     loop = answer("gpus", "flows.forecast", "own:net", "--batch", "64x8", "--for", "t4")
     assert loop["gpus"]["t4"]["fits"] and loop["memory"]["owners_mib"]["parameters"] > 0
+    by_layer = loop["memory"]["layers_mib"].values()
+    in_layers = sum(held.get("parameters", 0) for held in by_layer)
+    assert in_layers == loop["memory"]["owners_mib"]["parameters"]
     words = ("own:net", "--batch", "64x8", "--require", "T4", "--require", "1GiB")
     loop = answer("gpus", "flows.forecast", *words, code=1)
     assert loop["required"] == ["t4", "1gib"] and not loop["fits"] and loop["gpus"]["t4"]["fits"]

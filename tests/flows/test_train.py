@@ -119,6 +119,15 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert {"plots/loss.png", "plots/time.png", "plots/memory.png"} <= plots
     steps = [m.step for m in client.get_metric_history(made["run_id"], "train/loss")]
     assert steps == [*range(10, 461, 10)]
+    (layers,) = (place / ".headroom" / "runs").glob("*/memory/layers.json")
+    told = json.loads(layers.read_text())
+    weights = sum(held.get("parameters", 0) for held in told["layers"].values())
+    assert (
+        weights == told["owners"]["parameters"] == made["metrics"]["memory/parameters_mib"] * 2**20
+    )
+    assert {f.path for f in client.list_artifacts(made["run_id"], "memory")} >= {
+        "memory/layers.json"
+    }
     (file,) = (place / ".headroom" / "runs").glob("*/device.json")
     facts = json.loads(file.read_text())
     assert facts["name"] == "cpu" and len(facts["checks"]) >= 3

@@ -203,6 +203,14 @@ def _terminal(run: dict[str, Any], *, width: int = 100, **options: Any) -> str:
     return file.getvalue()
 
 
+def _page(run: dict[str, Any]) -> str:
+    return run_report.make_html(run, [], open_command=COMMAND)
+
+
+def _note(run: dict[str, Any]) -> str:
+    return run_report.make_markdown(run, open_command=COMMAND)
+
+
 def _words(text: str) -> str:
     """The text without what only arranges it."""
     return re.sub(r"[\s\u2501\u2578\u2588|\\]+", " ", text)
@@ -284,6 +292,32 @@ def test_a_gpu_run_tells_where_its_memory_went() -> None:
         "8.12 MiB kept by libraries",
     ):
         assert phrase in text
+
+
+def test_the_largest_layers_are_bars_on_a_terminal_and_a_table_by_owner_on_pages() -> None:
+    block = {"parameters": 2**20, "activations": 3 * 2**20}
+    layers = {f"net.blocks.{n}.{part}": dict(block) for n in range(24) for part in ("up", "down")}
+    layers |= {f"net.head.{n}": {"activations": 2**18} for n in range(30)}
+    owners = {"parameters": 48 * 2**20, "activations": 144 * 2**20 + 30 * 2**18, "batch": 2**20}
+    told = {"owners": owners, "layers": layers, "outside": {"batch": 2**20}}
+    run = {**_cuda(), "layers": told}
+    text = _terminal(run, width=100)
+    assert re.search(r"net.blocks.\*.up \(24\) +96.0 MiB", text)
+    assert re.search(r"outside the layers +1.00 MiB", text)
+    page = _note(run)
+    row = next(line for line in page.splitlines() if "blocks.\\*.up (24)" in line)
+    assert row.split(" | ")[1:] == ["24.0 MiB", "", "", "72.0 MiB", "", "96.0 MiB |"]
+    assert "by layer" in _page(run) and "by layer" not in _page(_cuda())
+    names = [line for line in text.splitlines() if "head" in line or "blocks" in line]
+    assert len(names) <= 8
+
+
+def test_the_path_of_a_layer_acts_on_nothing() -> None:
+    held = {"activations": 2**20}
+    layers = {EVIL.replace(".", ""): held, "a": held}
+    run = {**_cuda(), "layers": {"owners": held, "layers": layers, "outside": {}}}
+    assert "<script>" not in _page(run) + _note(run)
+    assert "\x1b[2J" not in _terminal(run, width=100)
 
 
 def test_a_leak_is_named_largest_first() -> None:

@@ -182,6 +182,28 @@ def test_owners_add_up_to_the_peak_and_are_what_they_should_be(
     assert told.owners["optimizer_state"] == pytest.approx(2 * weights, rel=0.01)
 
 
+def test_the_layers_of_a_forecast_add_up_to_its_owners(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    told = forecast_training(
+        make_plan(config_of("transformer", batch_size=64), cpu, prepared["transformer"])
+    )
+    model = build.make_model(
+        config_of("transformer").model, prepared["transformer"], torch.device("cpu")
+    )
+    for path, held in told.layers.items():
+        own = model.get_submodule(path).parameters(recurse=False)
+        assert held.get("parameters", 0) == sum(p.nbytes for p in own)
+        assert set(held) & {"data", "batch"} == set()
+    sums = {owner: sum(h.get(owner, 0) for h in told.layers.values()) for owner in told.owners}
+    assert sums["parameters"] == told.owners["parameters"]
+    # A count of the steps is there once for all layers, where it lies in the model itself.
+    assert sums["optimizer_state"] == told.owners["optimizer_state"]
+    # The loss keeps a number for each token and each that may follow, and is one itself.
+    (context,), tokens = prepared["transformer"].input_shape, prepared["transformer"].outputs
+    assert told.owners["activations"] - sums["activations"] == 4 * (64 * context * tokens + 1)
+
+
 def test_a_forecast_takes_no_random_number_and_is_the_same_again(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:

@@ -97,6 +97,21 @@ def test_owners_and_peak_are_what_the_tensors_and_the_allocator_say() -> None:
         assert f"time/{phase}_ms" in found
 
 
+def test_layers_of_known_sizes_hold_what_they_should_on_the_device() -> None:
+    loop = OwnLoop("cuda:0", log=_log_nothing)
+    net, _ = _train(loop)
+    loop.close()
+    told = loop.accounts.describe_layers()
+    for owner in ("parameters", "gradients", "optimizer_state", "buffers", "activations"):
+        inside = sum(held.get(owner, 0) for held in told["layers"].values())
+        assert inside + told["outside"].get(owner, 0) == told["owners"].get(owner, 0), owner
+    for path in ("0", "2", "4"):
+        own = sum(p.nbytes for p in net.get_submodule(path).parameters())
+        assert told["layers"][path]["parameters"] == own
+    # What autograd's own thread makes belongs to a layer, too; what no layer has is small.
+    assert sum(told["outside"].get(owner, 0) for owner in ("activations", "rest")) < MIB
+
+
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step of a training of ours is waited for, to know what it took."""
     loop = OwnLoop("cuda:0", log=_log_nothing)
