@@ -242,7 +242,7 @@ class StepCheck:
             phase=forecast.phase,
             owners=dict(forecast.owners),
             phases=dict(forecast.phases),
-            layers={name: dict(owners) for name, owners in forecast.layers.items()},
+            layers={name: sum(owners.values()) for name, owners in forecast.layers.items()},
             batch=list_shapes(nested.find_named_tensors(batch, "batch")),
             torch=torch.__version__.partition("+")[0],
         )

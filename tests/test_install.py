@@ -122,3 +122,18 @@ def test_the_doors_import_neither_prefect_nor_mlflow() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_pytest_finds_the_marker_where_it_is_installed(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -W error\n")
+    (tmp_path / "test_net.py").write_text(
+        "import pytest\nimport torch\n\n"
+        '@pytest.mark.memory(on="T4")\n'
+        "def test_it(memory): memory(torch.nn.Linear(4, 2), torch.zeros(8, 4))\n"
+    )
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path))
+    done = _run(python, *words, "--memory-update")
+    assert done.returncode == 0 and "1 written" in done.stdout, done.stdout + done.stderr
+    # Also where a project names it, as without an installation.
+    again = _run(python, *words, "-p", "headroom.pytest_plugin")
+    assert again.returncode == 0 and "1 passed" in again.stdout, again.stdout + again.stderr

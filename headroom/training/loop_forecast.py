@@ -146,7 +146,8 @@ def forecast_step(
         with fake():
             model = step.make_model()
     except Exception:  # its constructor computes, so it is built with its memory
-        model = step.make_model()
+        with torch.random.fork_rng(devices=()):  # a forecast leaves random numbers as they are
+            model = step.make_model()
     try:
         with fake(), dry:
             model = fake_model(model, dry.device)

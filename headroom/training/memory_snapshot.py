@@ -36,7 +36,7 @@ class StepSnapshot:
     phase: str  # where the peak lies
     owners: Mapping[str, int]  # bytes there
     phases: Mapping[str, int]  # the most of each
-    layers: Mapping[str, Mapping[str, int]]  # bytes at the peak, by module and owner
+    layers: Mapping[str, int]  # bytes at the peak, by the path of a module
     batch: str
     torch: str
 
@@ -175,7 +175,7 @@ def _pair(was: Mapping[str, int], is_now: Mapping[str, int]) -> list[tuple[str, 
 
 def _list_changed_layers(before: StepSnapshot, now: StepSnapshot) -> list[tuple[str, int, int]]:
     was, is_now = (
-        {name or "(the model itself)": sum(owners.values()) for name, owners in one.layers.items()}
+        {name or "(the model itself)": size for name, size in one.layers.items()}
         for one in (before, now)
     )
     changed = [row for row in _pair(was, is_now) if row[1] != row[2]]

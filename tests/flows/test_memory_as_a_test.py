@@ -102,6 +102,8 @@ def test_a_model_that_grows_is_told_by_owner_and_phase(run: Run, pytester: pytes
     assert "(allowed: 1 %)" in said and "Traceback" not in said
     for row in ("parameters", "gradients", "forward", "backward"):
         assert any(line.split()[:1] == [row] and "+" in line for line in said.splitlines()), row
+    of_layers = said.partition("by layer, what has changed")[2].splitlines()
+    assert [line.split()[0] for line in of_layers[1:3]] == ["0", "1"]
     assert "batch 8x512 float32, before batch 8x256 float32" in said
     assert file.read_bytes() == before, "only --memory-update writes"
 
@@ -281,6 +283,18 @@ def test_the_doors_tell_what_the_forecast_tells() -> None:
         fits(net, batch, on="T5")
     with pytest.raises(ValueError, match="^optimizer: adamx is none of "):
         peak(net, batch, optimizer="adamx")
+
+
+class _Computing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.first = self.weight[0, 0].item()
+
+
+def test_a_constructor_that_computes_draws_no_random_number_of_the_test() -> None:
+    before = torch.get_rng_state()
+    assert peak(_Computing, torch.zeros(4, 8)).peak_bytes > 0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_owners_sum_to_the_peak_of_a_step_without_products_of_matrices() -> None:
