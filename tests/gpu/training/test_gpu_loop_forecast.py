@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,3 +141,34 @@ def test_an_account_foretells_what_its_loop_will_take(place: Path) -> None:
     t4, l4 = (told.gpus[name].batch or 0 for name in ("t4", "l4"))
     assert {"t4", "l4"} == set(told.gpus) and l4 > t4 > 4096
     assert "predicted peak, in " in str(told) and "NO" not in str(told)
+
+
+PORTABLE = """
+import torch
+from headroom.training.gpu_fit import make_absent_gpu
+from headroom.training.loop_forecast import LoopStep, forecast_step, make_optimizer_of
+inputs = ((torch.empty(16, 20, 32, device="meta"),), {})
+step = LoopStep(lambda: torch.nn.LSTM(32, 64), inputs, make_optimizer_of(torch.optim.AdamW, {}))
+told, _ = forecast_step(step, make_absent_gpu(0), is_portable=PORTABLE)
+print(torch.cuda.is_available(), told.peak_bytes, sorted(told.owners.items()))
+"""
+
+
+def test_a_portable_forecast_is_the_same_with_and_without_a_gpu() -> None:
+    """Snapshots of a test were written beside a GPU, and asked for in a CI that has none."""
+
+    def tell(*, is_portable: bool, devices: dict[str, str]) -> tuple[str, str]:
+        code = PORTABLE.replace("PORTABLE", str(is_portable))
+        environment = {**os.environ, **devices}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        is_here, _, told = done.stdout.partition(" ")
+        return is_here, told
+
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    here, told_here = tell(is_portable=True, devices={})
+    away, told_away = tell(is_portable=True, devices=hidden)
+    assert (here, away) == ("True", "False") and told_here == told_away
+    assert tell(is_portable=False, devices={})[1] != told_here, "cuDNN keeps more of an LSTM"
