@@ -91,6 +91,8 @@ def test_a_loop_goes_on_by_whatever_way_it_ended_and_its_times_add_up(
     run = train("own")
     assert run.folder == left
     assert [*_read_curve(place, run.run["run_id"])] == [*range(1, STEPS + 1)]
+    told = "select count(*) from metrics where key = 'train/loss'"
+    assert query(place, told) == [(STEPS,)]  # those between the checkpoint and the end once
     assert run.run["status"] == "FINISHED" and "end.reason" not in run.run["tags"]
     assert run.run["metrics"]["time/total_s"] > run._clock.total_s()
     assert query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
