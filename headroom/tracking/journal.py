@@ -260,7 +260,8 @@ class Journal:
         self._log, self._begin_at, self.told, self._ms = None, None, LogSummary(), 0
         self.run_id = self.experiment_id = ""
         self.is_begun = self._is_late = False
-        self._has_heard.clear()
+        if "away" not in (self._opening or {}):  # else nobody asks again before the end
+            self._has_heard.clear()
 
     def _append_begin(self, event: Mapping[str, Any], start: Mapping[str, Any] | None) -> None:
         """Open the log, and let it say how the run begins or goes on. Raises OSError."""

@@ -91,6 +91,8 @@ def test_a_loop_goes_on_by_whatever_way_it_ended_and_its_times_add_up(
     run = train("own")
     assert run.folder == left
     assert [*_read_curve(place, run.run["run_id"])] == [*range(1, STEPS + 1)]
+    told = "select count(*) from metrics where key = 'train/loss'"
+    assert query(place, told) == [(STEPS,)]  # those between the checkpoint and the end once
     assert run.run["status"] == "FINISHED" and "end.reason" not in run.run["tags"]
     assert run.run["metrics"]["time/total_s"] > run._clock.total_s()
     assert query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
@@ -210,6 +212,23 @@ def test_a_run_that_had_begun_when_the_checkpoint_was_loaded_leaves_nothing(plac
     sql = "select name, status from runs where lifecycle_stage = 'active'"
     assert query(place, sql) == [("first", "FINISHED")]
     assert query(place, "select step from metrics where key = 'train/loss'") == [(2,)]
+
+
+def test_while_mlflow_is_away_a_run_goes_on_in_its_folder_and_waits_no_longer_for_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end waited three minutes for an answer that nobody gives again."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with account(quiet=True) as first:
+        with first.step():
+            pass
+        state = first.state_dict()
+    with account(quiet=True) as run:
+        run.load_state_dict(state)
+        with run.step():
+            pass
+        assert run._journal._has_heard.is_set()  # what the end waits for
+    assert (run.folder, run.loop.done) == (first.folder, 2)
 
 
 def test_a_run_that_was_done_goes_on_from_its_checkpoint(place: Path) -> None:
