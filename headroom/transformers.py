@@ -9,11 +9,16 @@ with HeadroomCallback(run_name="mine") as told:
 from __future__ import annotations
 
 import re
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from transformers import TrainerCallback
 
+from headroom.run.account import Account
 from headroom.run.adapter import Adapter
+
+if TYPE_CHECKING:
+    from headroom.training.protected_step import ProtectedStep, Weigh
 
 ASKED = (
     "learning_rate",
@@ -38,7 +43,8 @@ OURS = ("train_", "total_", "learning_rate", "epoch")  # of the logs: the accoun
 
 class HeadroomCallback(Adapter, TrainerCallback):
     """Tells of each `train` in a run of its own. Of several processes, that of rank 0 tells. What
-    `evaluate` and `predict` find after a `train` belongs to its run.
+    `evaluate` and `predict` find after a `train` belongs to its run. A callback does not know its
+    trainer: `protect` is given it.
 
     The Trainer has no hook for errors: as a context, this ends the run by the one that leaves it.
     Without, the run of a failed training ends when the next one begins, or with its program.
@@ -55,6 +61,12 @@ class HeadroomCallback(Adapter, TrainerCallback):
         if self.run is not None:
             self.run.end(error)
             self.run.send_added()
+
+    def protect(self, trainer: Any) -> None:
+        """Let a batch of this trainer for which memory runs out go on in parts; see
+        `Account.protect`."""
+        if not isinstance(getattr(trainer, "training_step", None), _ProtectedTraining):
+            trainer.training_step = _ProtectedTraining(self, trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the run: the model is on its device."""
@@ -159,3 +171,48 @@ class HeadroomCallback(Adapter, TrainerCallback):
 
 def _rename(match: re.Match[str]) -> str:
     return "val/" if match[1] == "eval" else "test/"
+
+
+class _ProtectedTraining:
+    """The `training_step` of a trainer, which takes parts of a batch where that does not fit."""
+
+    def __init__(self, callback: HeadroomCallback, trainer: Any) -> None:
+        self._callback, self._trainer = callback, trainer
+        self._take_step = trainer.training_step
+        self._run: Account | None = None  # whose steps are protected
+        self._step: ProtectedStep | None = None
+        self._given: tuple[Any, ...] = ()
+        self._losses: list[Any] = []  # as its own `training_step` has returned them
+
+    def __call__(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        run = self._callback.run
+        if run is None or run.run or not run.loop.models:
+            return self._take_step(model, inputs, *more, **named)
+        if self._step is None or run is not self._run:
+            self._run, self._step = run, run.protect_passes(self._take, begin=self._losses.clear)
+        self._given = model, more, named
+        try:
+            self._step(inputs)
+            loss = self._losses[0] if len(self._losses) == 1 else sum(self._losses)
+            return loss * self._step.factor if self._step.factor != 1.0 else loss
+        finally:
+            self._given = ()
+            self._losses.clear()
+
+    def _take(self, inputs: Any, weigh: Weigh) -> None:
+        model, more, named = self._given
+        trainer, compute = self._trainer, self._trainer.compute_loss
+        own = vars(trainer).get("compute_loss")
+        trainer.compute_loss = partial(_weigh_loss, compute, weigh)
+        try:
+            self._losses.append(self._take_step(model, inputs, *more, **named))
+        finally:
+            if own is None:
+                del trainer.compute_loss
+            else:
+                trainer.compute_loss = own
+
+
+def _weigh_loss(compute: Any, weigh: Weigh, *given: Any, **named: Any) -> Any:
+    found = compute(*given, **named)
+    return (weigh(found[0]), *found[1:]) if isinstance(found, tuple) else weigh(found)

@@ -7,8 +7,9 @@ tensor each function costs one isinstance check more than the tensor's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -123,6 +124,13 @@ def split_batch(part: Any, rows: int, *, whole: int, least: int = 1) -> list[Any
     if whole - starts[-1] < least:
         starts.pop()
     return [_cut_rows(part, a, b, whole) for a, b in zip(starts, [*starts[1:], whole], strict=True)]
+
+
+def split_by_sizes(part: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split a batch into parts of these sizes, which are all of its rows."""
+    stops = [*accumulate(sizes)]
+    whole = stops[-1]
+    return [_cut_rows(part, b - rows, b, whole) for rows, b in zip(sizes, stops, strict=True)]
 
 
 def take_first_rows(part: Any, rows: int) -> Any:

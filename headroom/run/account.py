@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from torch import Tensor, nn
+
 from headroom.base.facts import DeviceFacts
 from headroom.base.names import make_parent_tags
 from headroom.base.secret_texts import hide_secrets
@@ -56,6 +58,7 @@ from headroom.watch.own_loop import (
 
 if TYPE_CHECKING:
     from headroom.training.loop_forecast import LoopForecast
+    from headroom.training.protected_step import ProtectedStep, TakePass
 
 log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
@@ -66,7 +69,7 @@ ANEW = "account: a new run begins"
 _PLAIN = (str, int, float, bool, type(None), date, datetime, Path)
 
 
-class Account(Recording, Guarded, raising=("begin", "forecast")):
+class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes")):
     """The account of one loop: a context manager, or `begin` and `end` for callbacks."""
 
     _claim: LoopClaim
@@ -129,6 +132,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         self._owner: Any = None  # weakly, what may still log when the run has ended
         self._is_over = self._is_full = self._is_owed = self._is_within = self._is_lost = False
         self._is_lacking = False  # MLflow lacks what was logged since the end
+        self._protected: list[ProtectedStep] = []  # whose batches may be taken in parts
 
     def __enter__(self) -> Self:
         """Begin the run, if nobody has."""
@@ -266,6 +270,43 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
         """Return what yields the batches of the loader, once an epoch or in each; the wait for them
         is timed and their rows are counted."""
         return Batches(loader, lambda: self.loop.iterate_batches(loader))
+
+    @partial(
+        guard,
+        otherwise=lambda _, compute, backward=Tensor.backward: _Unprotected(compute, backward),
+    )
+    def protect(
+        self,
+        compute: Callable[..., Any],
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> Callable[..., Any]:
+        """Return a function that goes forward and backward for a batch, and returns the loss,
+        detached. Where memory runs out the batch is gone on with in parts, if it is proven that
+        their gradients add up to the batch's; else the error goes on as it came.
+
+        Args:
+            compute: Takes what that function is given; returns the loss, the mean over the rows of
+                the batch, or (loss, weight), where the loss is the mean over `weight`, as tokens
+                that are not skipped. It may be called several times for a batch.
+            backward: Goes back from a loss: accelerator.backward, or one with a GradScaler.
+        """
+        from headroom.training.protected_step import make_pass
+
+        of_loss = {"compute": compute} if isinstance(compute, nn.Module) else {}
+        return self.protect_passes(make_pass(compute, backward), beside=of_loss).call
+
+    def protect_passes(self, take: TakePass, **arguments: Any) -> ProtectedStep:
+        """Return what takes these passes, as `protect` does. arguments: of ProtectedStep."""
+        from headroom.training.protected_step import ProtectedStep
+
+        step = ProtectedStep(take, self.loop, tell=self._doubt, **arguments)
+        self._protected.append(step)
+        return step
+
+    def _doubt(self, text: str) -> None:
+        """Keep what a person should doubt, and say it now."""
+        self.warn(text)
+        log.warning("%s", text)
 
     @mark_guarded
     def step(self) -> AbstractContextManager[None]:
@@ -572,6 +613,9 @@ class Account(Recording, Guarded, raising=("begin", "forecast")):
     def _measure_last(self, loop: OwnLoop, device: DeviceFacts) -> None:
         loop.close()
         self._found.summary |= loop.summarize()
+        for step in self._protected:
+            self._found.summary |= step.make_metrics()
+            self._found.tags |= step.make_tags()
         by_rank = exchange_phases(select_phases(self._found.summary), turn=self._turn)
         slow_rank = find_slow_rank(by_rank)
         self._found.profile = {**loop.accounts.describe(), "slow_rank": slow_rank}
@@ -614,6 +658,20 @@ def _load_report() -> tuple[Any, Any]:
     from headroom.report import run_report
 
     return rich.console.Console, run_report
+
+
+class _Unprotected:
+    """Goes forward and backward, and no more."""
+
+    def __init__(self, compute: Callable[..., Any], backward: Callable[[Tensor], object]) -> None:
+        self._compute, self._backward = compute, backward
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        from headroom.training.protected_step import read_loss
+
+        loss, _ = read_loss(self._compute(*batch, **named))
+        self._backward(loss)
+        return loss.detach()
 
 
 class Batches:

@@ -334,7 +334,7 @@ class MicroBatches:
         self.copies = True
 
     def _refuse_unrepeatable(
-        self, batch: Any, before: list[int], state: _AttemptState, failure: str
+        self, batch: Any, before: list[int], state: AttemptState, failure: str
     ) -> None:
         """Raises MemoryExhausted where a failed attempt has changed what no copy was kept of."""
         lost = state.kept.find_lost()
@@ -347,15 +347,18 @@ class MicroBatches:
                 MemoryFailure(failure, self._what, tried=tried, fitted=self.fitted, unrepeated=why)
             )
 
-    def _copy_state(self) -> _AttemptState:
-        return _AttemptState(
+    def _copy_state(self) -> AttemptState:
+        return AttemptState(
             self._keeper.keep(),
             (random.getstate(), np.random.get_state()) if self._own else None,
             get_random_state(self._device) if self._draws else None,
         )
 
-    def _restore(self, state: _AttemptState) -> None:
+    def _restore(self, state: AttemptState) -> None:
         state.kept.restore()
+        self._restore_draws(state)
+
+    def _restore_draws(self, state: AttemptState) -> None:
         if state.torch_random is not None:
             set_random_state(self._device, state.torch_random)
         if state.random is not None:
@@ -363,7 +366,7 @@ class MicroBatches:
             np.random.set_state(state.random[1])
 
 
-class _AttemptState(NamedTuple):
+class AttemptState(NamedTuple):
     """What an attempt begins with."""
 
     kept: KeptState

@@ -46,6 +46,7 @@ class StateChanges:
     # Of the slots those that the next pass begins with: saved buffers but those of norms, frozen
     # parameters, numbers.
     lasting: frozenset[Slot] = frozenset()
+    written: frozenset[Slot] = frozenset()  # tensors among the slots that stay what they are
 
     def replace_model(self, model_changes: StateChanges) -> StateChanges:
         """Return the same with those of the model in another mode, which are `model_changes`."""
@@ -63,15 +64,24 @@ class ChangeFinder:
     batch that they were given. All lie on the host."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, beside: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        beside: Mapping[str, Any] | None = None,
+        *,
+        is_light: bool = False,
+        ignored: Set[str] = frozenset(),
     ) -> None:
-        """beside: losses and metrics of the user's own, by their settings."""
+        """beside: losses and metrics of the user's own, by their settings. is_light: tensors are
+        told by their versions alone, wherever they lie. ignored: attributes that are nobody's
+        state, as those by which a framework knows its module."""
         self._model, self._beside = model, beside or {}
+        self._is_light, self._ignored = is_light, ignored
         self._batch = [(t, _describe(t)) for t in nested.find_tensors(batch)]
-        describer = _Describer(self._iterate_layers())
+        describer = _Describer(self._iterate_layers(), is_light=is_light)
         self._before = {
             slot: (space[slot[-1]], describer.describe(space[slot[-1]]))
-            for slot, space in _iterate_slots(self._iterate_layers())
+            for slot, space in self._iterate_slots()
         }
         self._written: set[int] = set()
 
@@ -85,8 +95,9 @@ class ChangeFinder:
         slots: set[Slot] = set()
         mutated: set[Slot] = set()
         trained: set[Slot] = set()
-        describer = _Describer(self._iterate_layers(), self._written)
-        now = {slot: space[slot[-1]] for slot, space in _iterate_slots(self._iterate_layers())}
+        written: set[Slot] = set()
+        describer = _Describer(self._iterate_layers(), self._written, is_light=self._is_light)
+        now = {slot: space[slot[-1]] for slot, space in self._iterate_slots()}
         for slot, (was, described) in self._before.items():  # in the order of before
             value, is_other = now.get(slot, ABSENT), describer.describe(was) != described
             is_plain = isinstance(was, PLAIN) and isinstance(value, PLAIN)
@@ -98,6 +109,8 @@ class ChangeFinder:
                 trained.add(slot)
                 continue
             slots.add(slot)
+            if isinstance(was, Tensor) and value is was:
+                written.add(slot)
             if is_other and not isinstance(was, (Tensor, *PLAIN)):
                 mutated.add(slot)
         inputs = any(_describe(t, self._written) != described for t, described in self._batch)
@@ -108,6 +121,7 @@ class ChangeFinder:
             mutated=frozenset(mutated),
             trained=frozenset(trained),
             lasting=frozenset(slots & self._find_lasting()),
+            written=frozenset(written),
         )
 
     def _find_lasting(self) -> set[Slot]:
@@ -127,6 +141,11 @@ class ChangeFinder:
 
     def _iterate_layers(self) -> Iterator[tuple[str, str, Any]]:
         return _iterate_layers(self._model, self._beside)
+
+    def _iterate_slots(self) -> Iterator[tuple[Slot, dict[str, Any]]]:
+        for slot, space in _iterate_slots(self._iterate_layers()):
+            if slot[-1] not in self._ignored:
+                yield slot, space
 
 
 class _WriteWatch(TorchDispatchMode):
@@ -157,7 +176,7 @@ class StateKeeper:
     ) -> None:
         kinds = nn.modules.batchnorm._NormBase  # instance norms may keep running means too
         self._changes = changes
-        self._norms: list[tuple[dict[str, Any], str]] = []  # their buffers, of any model
+        self._norms: list[tuple[Slot, dict[str, Any]]] = []  # their buffers, of any model
         self._slots: list[tuple[Slot, dict[str, Any]]] = []  # that an attempt changes besides
         self._constant: list[tuple[Slot, Tensor]] = []  # tensors that it does not
         layers = list(_iterate_layers(model, beside or {}))
@@ -166,7 +185,7 @@ class StateKeeper:
             layer, value = by_place[slot[:2]], space[slot[-1]]
             is_norm = isinstance(layer, kinds) and space is layer._buffers and value is not None
             if is_norm:
-                self._norms.append((space, slot[-1]))
+                self._norms.append((slot, space))
             elif slot in changes.slots:
                 self._slots.append((slot, space))
             elif changes.own and isinstance(value, Tensor) and _counts_writes(value):
@@ -183,12 +202,21 @@ class StateKeeper:
 
     def keep(self) -> KeptState:
         """Return the state of now."""
-        norms = [(space, name, b := space[name], b.clone()) for space, name in self._norms]
+        norms = [(slot, space, b := space[slot[-1]], b.clone()) for slot, space in self._norms]
         slots = [
             _KeptSlot(slot, space, is_mutated=slot in self._changes.mutated)
             for slot, space in self._slots
         ]
         return KeptState(norms, slots, self._constant, self._changes.trained)
+
+    def read(self) -> dict[Slot, Any]:
+        """Return the tensors and numbers of now, of what an attempt changes."""
+        held = {slot: space.get(slot[-1]) for slot, space in (*self._norms, *self._slots)}
+        return {
+            slot: value.detach().clone() if isinstance(value, Tensor) else value
+            for slot, value in held.items()
+            if isinstance(value, (Tensor, *PLAIN))
+        }
 
 
 class KeptState:
@@ -196,7 +224,7 @@ class KeptState:
 
     def __init__(
         self,
-        norms: list[tuple[dict[str, Any], str, Tensor, Tensor]],
+        norms: list[tuple[Slot, dict[str, Any], Tensor, Tensor]],
         slots: list[_KeptSlot],
         constant: list[tuple[Slot, Tensor]],
         trained: frozenset[Slot],
@@ -217,13 +245,15 @@ class KeptState:
         return ".".join(filter(None, lost))
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Be as in that moment."""
-        for space, name, buffer, values in self._norms:
-            buffer.copy_(values)
-            space[name] = buffer
+    def restore(self, *, but: Set[Slot] = frozenset()) -> None:
+        """Be as in that moment. but: what is left as it is now."""
+        for slot, space, buffer, values in self._norms:
+            if slot not in but:
+                buffer.copy_(values)
+                space[slot[-1]] = buffer
         for kept in self._slots:
-            kept.restore()
+            if kept.slot not in but:
+                kept.restore()
 
 
 class _KeptSlot:
@@ -303,6 +333,16 @@ def _list_internals() -> frozenset[str]:
 
 def _is_trained(slot: Slot, value: Any) -> bool:
     return not slot[0] and isinstance(value, nn.Parameter) and value.requires_grad
+
+
+def list_restorable(model: nn.Module, beside: Mapping[str, Any]) -> frozenset[Slot]:
+    """Return what an attempt may change and a copy can bring back: buffers and plain values."""
+    return frozenset(
+        slot
+        for slot, space in _iterate_slots(_iterate_layers(model, beside))
+        if isinstance(value := space[slot[-1]], PLAIN)
+        or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    )
 
 
 def read_version(tensor: Tensor) -> int:

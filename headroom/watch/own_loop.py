@@ -11,7 +11,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count, islice
 from threading import get_ident
@@ -437,6 +437,26 @@ class OwnLoop(Guarded, raising=ASKED):
     def _mark(self, phase: str) -> None:
         if self._is_timed and self._is_open:
             self.accounts.mark(phase)
+
+    def drop_pass(self) -> None:
+        """The pass that has begun came to no end, and the same is tried again: what it took is
+        nobody's phase."""
+        self._is_backward, self._forward_by = False, ""
+        self._mark(OTHER)
+
+    @partial(guard, otherwise=lambda _: nullcontext())
+    def ignore_passes(self) -> AbstractContextManager[None]:
+        """Return a context whose forward and backward passes are none of the loop's."""
+        return self._ignore_passes()
+
+    @contextmanager
+    def _ignore_passes(self) -> Iterator[None]:
+        was_quiet, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = was_quiet
+            self._mark(OTHER)
 
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
