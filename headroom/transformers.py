@@ -140,7 +140,8 @@ class HeadroomCallback(Adapter, TrainerCallback):
             self._log(kwargs["metrics"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run."""
+        """End the run. The state of a training that has ended is the Trainer's alone."""
+        state.stateful_callbacks.pop(STATE, None)
         if self.run is not None:
             self.run.end()
 

@@ -676,6 +676,17 @@ def test_a_training_of_transformers_is_the_same(name: str) -> None:
     _check_transformers(*HF[name])
 
 
+def test_the_state_of_a_trained_trainer_is_as_without() -> None:
+    """It named the run for good: a training and the same one resumed ended in unlike states."""
+
+    def train(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.state.stateful_callbacks
+
+    _check_transformers({"save_strategy": "epoch"}, train)
+    assert '"headroom"' in Path("hfFalse/checkpoint-6/trainer_state.json").read_text()
+
+
 @pytest.mark.parametrize("method", HF_METHODS)
 @pytest.mark.parametrize("error", [ValueError("no such thing"), KeyboardInterrupt()], ids=repr)
 def test_an_error_in_a_training_of_transformers_passes_as_it_came(
