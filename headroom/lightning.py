@@ -134,10 +134,11 @@ class HeadroomCallback(Adapter, Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """A checkpoint is written from here on, until the next thing begins. It names the run."""
-        if self.run is None:
-            return
         # No state of a callback: two of these would need two keys, which a restart may change.
-        checkpoint.setdefault(STATE, []).append(self._make_state())
+        states = checkpoint.setdefault(STATE, [])
+        if self.run is None:
+            return states.append(None)  # as a tuner of rates does, before it tries
+        states.append(self._make_state())
         if self.run.loop.stage != "checkpoint":
             self.run.loop.begin_phase("checkpoint")
 

@@ -634,6 +634,8 @@ def _play_transformers(
     told: Any = None,
     breaks: str = "",
     error: BaseException | None = None,
+    *,
+    protects: bool = False,
 ) -> Outcome:
     hf = _import_transformers()
     asked = dict(asked)
@@ -658,6 +660,8 @@ def _play_transformers(
         log = [_drop_times(line) for line in trainer.state.log_history]
         return {"log": [{k: v for k, v in line.items() if k != "total_flos"} for line in log]}
 
+    if told is not None and protects:
+        told.protect(trainer)
     return _play(lambda: call(trainer), trainer.model, tell)
 
 
@@ -730,6 +734,10 @@ def _loop_twice(does: Any) -> Any:
     return _loop_plainly(does), _loop_plainly(does)
 
 
+def _loop_and_go_on(does: Any) -> Any:
+    return _loop_twice(does), _save_state(does)
+
+
 def _save_state(does: Any) -> Any:
     net = does.prepare(_make_layers())
     does.init_trackers("mine")
@@ -764,6 +772,8 @@ def _play_accelerate(
     random.seed(0)
     accelerate.state.AcceleratorState._reset_state(True)
     does = accelerate.Accelerator(cpu=True, **({"log_with": told} if told else {}), **asked)
+    if told is not None:
+        told.add_to(does)
     return _play(partial(call, does), nn.Module(), lambda: {"step": does.step})
 
 
@@ -788,9 +798,10 @@ def test_a_loop_of_accelerate_is_the_same(name: str, monkeypatch: pytest.MonkeyP
 
 def _fit_and_fail(trainer: Any, module: Any, data: Any) -> Any:
     trainer.fit(module, data, data)
+    trainer.save_checkpoint("kept.ckpt")
     trainer.test(module, data, verbose=False)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, DataLoader(_Failing(), 2))
+    trainer.fit(module, DataLoader(_Failing(), 2), ckpt_path="kept.ckpt")
 
 
 ADAPTERS = {
@@ -803,9 +814,9 @@ PLAY: dict[str, Callable[[Any], Outcome]] = {
         Loop({"enable_checkpointing": True}, {}, _make_tensors, _fit_and_fail), told
     ),
     "transformers": lambda told: _play_transformers(
-        {"eval_strategy": "epoch", "save_strategy": "epoch"}, _call_all, told
+        {"eval_strategy": "epoch", "save_strategy": "epoch"}, _call_all, told, protects=True
     ),
-    "accelerate": lambda told: _play_accelerate({}, _loop_twice, told),
+    "accelerate": lambda told: _play_accelerate({}, _loop_and_go_on, told),
 }
 
 
@@ -824,7 +835,7 @@ def test_an_error_in_each_method_of_an_adapter_ends_no_training(
         caplog.clear()
         with monkeypatch.context() as broken:
             break_function(broken, find_method(made, name))
-            told = made(quiet=True)
+            told = made(quiet=True, **({"protect": True} if framework == "lightning" else {}))
             _compare(plain, PLAY[framework](told))
         traces = [record for record in caplog.records if record.exc_info]
         assert any("a fault of ours" in str(record.exc_info) for record in traces), name

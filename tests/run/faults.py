@@ -16,8 +16,10 @@ import pytest
 
 from headroom.run import account
 
-# Answers as the sending process does, to the begin of the run and then to its end; sends nothing.
-SENDER = r"""2s/^.*$/{"history": []}\n{"run_id": "1", "experiment_id": "0"}/
+# Answers as the sending process does, to the order, to the begin of the run and then to its end;
+# sends nothing.
+SENDER = r"""1s/^.*$/{"to": "open"}\n{"to": "open"}/
+2s/^.*$/{"history": []}\n{"to": "begin", "run_id": "1", "experiment_id": "0"}/
 3,99s/^.*$/{"to": "close", "closed": true, "times": {}}/"""
 
 
