@@ -37,7 +37,6 @@ from headroom.training.state_changes import (
     StateKeeper,
     list_restorable,
 )
-from headroom.watch.leaks import has_compiled
 from headroom.watch.out_of_memory import is_oom
 from headroom.watch.own_loop import OwnLoop
 
@@ -438,7 +437,7 @@ class _Trial:
         if self._step._weight is not None:
             rules = [_Rule("told")]
         else:
-            if has_compiled():
+            if self._step._loop.has_compiled:
                 raise NotProven(
                     "nobody can see what compiled code divides by; let the step return (loss, "
                     "weight), the weight what the loss is the mean over, as len(x)"
@@ -457,7 +456,7 @@ class _Trial:
         for step._shrink in (1.0, 2.0**-16):  # a scale that is too large yet gives no numbers
             self.draws, step._look = DrawKeeper(), self._refuse_strangers
             finder, kept = micro.make_finder(), micro.begin_again()
-            watch = step._watch = None if has_compiled() else CountWatch()
+            watch = step._watch = None if step._loop.has_compiled else CountWatch()
             with self.draws.record(), step._watching:
                 if watch is not None:
                     step._watching.enter_context(watch)

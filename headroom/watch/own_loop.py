@@ -200,6 +200,11 @@ class OwnLoop(Guarded, raising=ASKED):
         self.is_deaf = self._is_over = False
 
     @property
+    def has_compiled(self) -> bool:
+        """Return whether this process has compiled code, in which nobody sees the operations."""
+        return has_compiled()
+
+    @property
     def is_within_step(self) -> bool:
         """Return whether a step has begun, and the loop is at nothing beside it."""
         return not self.is_deaf and self._is_open and self.stage not in BESIDE

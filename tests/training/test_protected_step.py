@@ -13,13 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headroom.training import protected_step
 from headroom.training.micro_batches import GROW_AFTER
 from headroom.training.protected_step import ProtectedStep, make_pass
 from headroom.watch.own_loop import OwnLoop
 
 ROWS, FIT, WORDS = 24, 8, 11
 Compute = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an earlier test has compiled is none of these loops'."""
+    monkeypatch.setattr("headroom.watch.own_loop.has_compiled", lambda: False)
 
 
 class Narrow(nn.Module):
@@ -461,7 +466,7 @@ def test_several_processes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_compiled_code_needs_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protected_step, "has_compiled", lambda: True)
+    monkeypatch.setattr("headroom.watch.own_loop.has_compiled", lambda: True)
     torch.manual_seed(0)
     protected = Protected(Narrow(mlp()), lambda m, x, y: (classify(m, x, y), len(x)))
     protected.take(*make_rows())
