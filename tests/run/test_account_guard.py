@@ -67,9 +67,13 @@ def _play(is_told: bool = True, *, asks: bool = False) -> list[Tensor]:
     with run:
         run.watch(net, opt)
         run.warn("nothing")
+        run.load_state_dict(run.state_dict())
+        go_back = run.protect(lambda x: net(x).square().mean())
         for x in run.batches(rows):
             with run.step(), run.phase("other"):
-                train(x)
+                go_back(x)
+                opt.step()
+                opt.zero_grad()
             run.log({"train/loss": 0.5})
         with suppress(ZeroDivisionError), run.step(), run.phase("forward"):
             _ = 1 / 0
@@ -80,6 +84,7 @@ def _play(is_told: bool = True, *, asks: bool = False) -> list[Tensor]:
     run.abandon()
     run.end()
     run = account(run_name="calls", model=net, optimizer=opt, quiet=True).begin()
+    run.loop.go_on_after(6)
     for x in rows:
         run.loop.begin_wait()
         run.loop.end_wait(x)
@@ -94,7 +99,9 @@ def _play(is_told: bool = True, *, asks: bool = False) -> list[Tensor]:
     run.loop.log({"a": 1.0})
     for x in run.loop.iterate_batches(rows[:2]):
         train(x)
-    run.loop.drop_step()
+    run.loop.drop_pass()
+    with run.loop.ignore_passes():
+        run.loop.drop_step()
     run.loop.begin_phase("eval")
     run.loop.drop_phase()
     for x in (
@@ -114,7 +121,7 @@ def _play(is_told: bool = True, *, asks: bool = False) -> list[Tensor]:
 # What asks for something, and so says that it failed; and what makes contexts, and cannot.
 ASKED = (
     *("close", "summarize", "measure_held", "list_owned", "note_failure", "take_error", "end"),
-    *("make_step_block", "make_phase_block"),
+    *("find_layers", "settle", "make_step_block", "make_phase_block"),
 )
 HANDING_ON = ("step", "phase", "log")  # three lines each; what they call is broken instead
 OF_LOOP = [

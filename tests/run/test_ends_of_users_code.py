@@ -33,7 +33,7 @@ def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
     an account in the same program follows its end."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # as ours
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    end = ProgramEnd()
+    end = ProgramEnd(lambda error: None)
     request.addfinalizer(end.close)
     place = r"mine.py:\d+: " if kind != "text" else ""
     with pytest.raises((RuntimeError, ValueError), match=place + words):
