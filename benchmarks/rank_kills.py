@@ -172,11 +172,12 @@ def main(minutes: float, seed: int) -> None:
 def _lines(minutes: float, seed: int) -> Iterator[str]:
     low, high = BETWEEN_S
     yield f"""
-- {PROCESSES} processes that talk by gloo, {EPOCHS} epochs of digits in batches of 64, a checkpoint every 25
-  steps, train.deterministic; for {minutes:.0f} minutes a random rank is killed (SIGKILL) after each {low:.0f} to {high:.0f} s, drawn evenly,
-  also while it starts, writes or ends. Seed {seed}.
-- Equal: exit code 0, one run in MLflow that is FINISHED, each step's loss there once and to the bit as in the
-  undisturbed training, the weights to the bit.
+- {PROCESSES} processes that talk by gloo, {EPOCHS} epochs of digits in batches of 64, a checkpoint
+  every 25 steps, train.deterministic; for {minutes:.0f} minutes a random rank is killed (SIGKILL)
+  after each {low:.0f} to {high:.0f} s, drawn evenly, also while it starts, writes or ends.
+  Seed {seed}.
+- Equal: exit code 0, one run in MLflow that is FINISHED, each step's loss there once and to the
+  bit as in the undisturbed training, the weights to the bit.
 
 | training | processes | kills | took s | undisturbed s | result |
 |:--|:--|--:|--:|--:|:--|"""
