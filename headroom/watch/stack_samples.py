@@ -19,8 +19,8 @@ import weakref
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat, starmap, takewhile
-from operator import attrgetter, call, itemgetter
+from itertools import accumulate, chain, repeat, takewhile
+from operator import attrgetter, call, methodcaller
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -210,14 +210,15 @@ def list_positions(thread: int) -> list[Place]:
     """Return where each frame of a thread is, the innermost first, at most a hundred.
 
     One chain of C calls, in which the interpreter's lock is not given free: a walk in Python is
-    interrupted, and may go on in memory that the thread has freed. faulthandler, which needs no
-    lock, reads threads that a library begins at that moment, and crashes (Python 3.11).
+    interrupted, and may go on in memory that the thread has freed; so is one in which the garbage
+    collector runs a finalizer. faulthandler, which needs no lock, reads threads that a library is
+    beginning, and crashes (Python 3.11).
     """
-    innermost = map(itemgetter(thread), map(call, (sys._current_frames,)))
-    back = accumulate(chain(innermost, repeat("f_back", DEEPEST - 1)), getattr)
-    with suppress(KeyError):  # the thread has ended
-        return list(starmap(Place, list(map(_get_place, takewhile(bool, back)))))
-    return []
+    pause, resume = ((gc.disable,), (gc.enable,)) if gc.isenabled() else ((), ())
+    innermost = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
+    frames = takewhile(bool, accumulate(chain(innermost, repeat("f_back", DEEPEST - 1)), getattr))
+    walk = chain(map(call, pause), map(_get_place, frames), map(call, resume))
+    return [Place(*place) for place in list(walk) if place]
 
 
 def describe_positions(positions: list[Place]) -> tuple[str, Place | None]:
