@@ -24,7 +24,7 @@ from headroom.run.account import Account
 from headroom.run.adapter import Adapter
 
 if TYPE_CHECKING:
-    from headroom.training.protected_step import Weigh
+    from headroom.training.step_passes import Weigh
 
 STATE = "headroom"  # of a checkpoint: what each callback has of its run
 ASKED = ("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")

@@ -18,7 +18,8 @@ from headroom.run.account import Account
 from headroom.run.adapter import Adapter
 
 if TYPE_CHECKING:
-    from headroom.training.protected_step import ProtectedStep, Weigh
+    from headroom.training.protected_step import ProtectedStep
+    from headroom.training.step_passes import Weigh
 
 ASKED = (
     "learning_rate",

@@ -27,9 +27,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> Iterator[None]:
     )
     drawn = random.getstate(), np.random.get_state()
     try:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_libraries(seed)
         _set_deterministic(deterministic)
         # Trying out convolution algorithms pays on a GPU, but may choose another one each time.
         torch.backends.cudnn.benchmark = not deterministic
@@ -39,6 +37,13 @@ def seed_everything(seed: int, *, deterministic: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = tries_out
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
+
+
+def seed_libraries(seed: int) -> None:
+    """Seed the random numbers of PyTorch, numpy and Python."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def get_random_state(device: torch.device) -> list[Tensor]:

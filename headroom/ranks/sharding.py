@@ -68,6 +68,9 @@ class ParallelModel:
             **{buffers: False},
         )
 
+        if not has_unused:
+            _order_buckets(together, trained)
+
         # It holds nothing that leads back to `together`: a garbage collection does not see through
         # PyTorch's reducer. It has no annotations: PyTorch compares them with classes, not names.
         def averaged(group, bucket):  # type: ignore[no-untyped-def]
@@ -77,6 +80,17 @@ class ParallelModel:
 
         together.register_comm_hook(dist.group.WORLD, averaged)
         self._together = together
+
+
+def _order_buckets(together: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """Have its buckets laid out for good, by a backward pass of zeros that ends with the first
+    parameter. Else they are so after its first step, and a step that begins a training again from
+    a checkpoint would add up the gradients of three ranks or more in another order."""
+    zero = sum((parameter.reshape(-1)[:0].sum() for parameter in parameters), torch.zeros(()))
+    together.reducer.prepare_for_backward([])
+    zero.backward()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict)

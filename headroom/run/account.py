@@ -60,7 +60,8 @@ from headroom.watch.own_loop import (
 
 if TYPE_CHECKING:
     from headroom.training.loop_forecast import LoopForecast
-    from headroom.training.protected_step import ProtectedStep, TakePass
+    from headroom.training.protected_step import ProtectedStep
+    from headroom.training.step_passes import TakePass
 
 log = logging.getLogger(__name__)
 _open: list[Account] = []  # in the order in which they began
@@ -292,7 +293,7 @@ class Account(Recording, Guarded, raising=("begin", "forecast", "protect_passes"
                 that are not skipped. It may be called several times for a batch.
             backward: Goes back from a loss: accelerator.backward, or one with a GradScaler.
         """
-        from headroom.training.protected_step import make_pass
+        from headroom.training.step_passes import make_pass
 
         of_loss = {"compute": compute} if isinstance(compute, nn.Module) else {}
         return self.protect_passes(make_pass(compute, backward), beside=of_loss).call
@@ -685,7 +686,7 @@ class _Unprotected:
         self._compute, self._backward = compute, backward
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        from headroom.training.protected_step import read_loss
+        from headroom.training.step_passes import read_loss
 
         loss, _ = read_loss(self._compute(*batch, **named))
         self._backward(loss)

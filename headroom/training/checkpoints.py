@@ -46,6 +46,7 @@ MIB = 1024**2
 # At a best epoch one is written where the last one cost at most this share of the time since; the
 # first is taken to cost what it is to copy and write so many bytes a second.
 COST_SHARE, BYTES_PER_S = 0.01, 2**30
+ASK_EVERY = 10  # steps, after which several ranks ask the lead whether it is time
 log = logging.getLogger(__name__)
 
 
@@ -90,16 +91,13 @@ class Checkpoints:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """about: what the next one to go on has to match. size_bytes: of one, about. resumes:
-        whether to go on from what is there. ranks: the lead writes and reads, and tells the others.
-        mesh: that the model is shared out over; then each writes and reads its share, when the lead
-        says so."""
-        off = CheckpointConfig(every=None)
-        keeps = ranks.is_lead or mesh is not None
-        self.folder, self._chosen, self._copies = folder, chosen if keeps else off, copies
+        whether to go on from what is there. ranks: the lead says when, since the random numbers of
+        each are kept; it writes and reads, and tells the others. mesh: that the model is shared
+        out over; then each writes and reads its share."""
+        self.folder, self._chosen, self._copies = folder, chosen, copies
         self._every_s, self._every_steps = self._chosen.every_s, self._chosen.every_steps
         self._ranks, self._mesh = ranks, mesh
-        self._together = Ranks() if mesh is None else ranks
-        self._writers = self._together.make_side_group()
+        self._writers = Ranks() if mesh is None else ranks.make_side_group()
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
         self._writer: threading.Thread | None = None
         self._saved_at, self._saved_step = now_s(), -1
@@ -149,14 +147,16 @@ class Checkpoints:
     def end_step(self, training: Training) -> None:
         """Write a checkpoint, if it is time to; this step is done."""
         every = self._every_steps
-        is_due = every is not None and training.position.step % every == 0
-        if is_due or self._together.broadcast_flag(self._is_late()):
+        step = training.position.step
+        is_due = every is not None and step % every == 0
+        may_be_late = self._every_s is not None and (self._ranks.is_alone or step % ASK_EVERY == 0)
+        if is_due or (may_be_late and self._ranks.broadcast_flag(self._is_late())):
             self.save(training)
 
     def end_epoch(self, training: Training, *, is_best: bool) -> None:
         """Write a checkpoint, if it is time to; this epoch and its evaluation are done."""
         is_cheap = self._cost_s <= COST_SHARE * (self._now_s() - self._saved_at)
-        if is_best and self._chosen.is_on and self._together.broadcast_flag(is_cheap):
+        if is_best and self._chosen.is_on and self._ranks.broadcast_flag(is_cheap):
             self.save(training, is_best=True)
         else:
             self.end_step(training)
@@ -166,13 +166,12 @@ class Checkpoints:
         the last one is waited for."""
         if not self._chosen.is_on:
             return
+        if last:
+            self._wait()
         is_busy = self._writer is not None and self._writer.is_alive()
-        step = training.position.step
-        is_due = last or not (is_busy or step == self._saved_step)
-        if not self._together.broadcast_flag(is_due):
-            return
-        self._wait()
-        if step != self._saved_step:
+        is_due = not is_busy and training.position.step != self._saved_step
+        if self._ranks.broadcast_flag(is_due):
+            self._wait()
             self._save(training, is_best=is_best)
         if last:
             self._wait()
@@ -209,8 +208,11 @@ class Checkpoints:
     def _save(self, training: Training, *, is_best: bool) -> None:
         began_s, position = self._now_s(), training.position
         tensors: dict[str, Any] = {}
+        state = training.state_dict()  # of all ranks, of which some is gathered
+        if self._mesh is None and not self._ranks.is_lead:
+            return
         try:
-            plain = flatten_state(training.state_dict(), tensors)
+            plain = flatten_state(state, tensors)
         except UnsavableState as error:
             self._warn_once(
                 f"no checkpoint can be written: {error}, which only pickling could keep"

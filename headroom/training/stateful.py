@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headroom.base.nested import shard_like
 from headroom.base.seeds import get_random_state, set_random_state
+from headroom.ranks.ranks import Ranks
 from headroom.training.best_weights import iterate_tensors
 from headroom.watch.pinned_memory import PINNING, allocate_pinned
 
@@ -66,11 +67,19 @@ class Weights:
 @dataclass(frozen=True)
 class RandomNumbers:
     """The random number generators of PyTorch on the host and on the device, of numpy and of
-    Python."""
+    Python, on each rank."""
 
     device: torch.device
+    ranks: Ranks = Ranks()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[dict[str, Any]]:
+        return self.ranks.all_gather(self._read())
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        if self.ranks.rank < len(state):  # else more ranks go on than there were
+            self._set(state[self.ranks.rank])
+
+    def _read(self) -> dict[str, Any]:
         _, keys, *rest = np.random.get_state()
         return {
             "torch": get_random_state(self.device),
@@ -79,7 +88,7 @@ class RandomNumbers:
             "python": random.getstate(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def _set(self, state: dict[str, Any]) -> None:
         is_alike = state["device"] == self.device.type  # another kind of device draws others anyway
         set_random_state(self.device, state["torch"] if is_alike else state["torch"][:1])
         keys, *rest = state["numpy"]

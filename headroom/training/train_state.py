@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from headroom.base.seeds import seed_libraries
 from headroom.data.batch import Batch
 from headroom.data.batches import Batches
 from headroom.data.dataloaders import LoaderBatches
@@ -227,7 +227,7 @@ def build_state(
         ranks=ranks,
     )
     if not ranks.is_lead:  # what is drawn from here on, is drawn for other rows
-        torch.manual_seed(train.seed + ranks.rank)
+        seed_libraries(train.seed + ranks.rank)
     checkpoints = open_checkpoints(plan, model, folder=folder, resumes=resumes, ranks=ranks)
     stack.callback(checkpoints.close)
     rate = make_schedule(
@@ -246,9 +246,9 @@ def build_state(
         "best": best,
         "step": tuned,
         "times": accounts.watch,
+        # Gathered beside the steps that the device has still to take.
+        "random": RandomNumbers(next(model.parameters()).device, ranks.make_side_group()),
     }
-    if ranks.is_lead:
-        parts["random"] = RandomNumbers(next(model.parameters()).device)
     if isinstance(rate, Plateau):
         parts["schedule"] = rate
     return TrainState(

@@ -17,7 +17,7 @@ from headroom.base.facts import TrainFacts
 from headroom.base.import_paths import forbid_exit
 from headroom.data.run_warnings import warn_of_results, warn_of_test
 from headroom.data.source_data import DataError
-from headroom.ranks.ranks import Ranks
+from headroom.ranks.ranks import Ranks, is_lost_peer
 from headroom.ranks.slow_rank import find_slow_rank, select_phases
 from headroom.report.memory_timeline import write_timeline
 from headroom.settings.model_args import ModelError
@@ -45,8 +45,8 @@ from headroom.training.place import Place, take_place
 from headroom.training.plan import Plan
 from headroom.training.reload_check import write_model
 from headroom.training.shared_model import (
-    find_mesh,
     gather_whole,
+    is_shared_out,
     summarize_ranks,
 )
 from headroom.training.stateful import StateMismatch
@@ -153,8 +153,8 @@ def _fit_and_judge(
     except (ConfigError, DataError):
         raise  # a sentence by now, though the words of PyTorch are in it
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        # To see it once more, a rank would need the others.
-        may_look = find_mesh(state.model) is None
+        # To see it once more, a rank would need the others, and they may be what is gone.
+        may_look = not is_shared_out(plan.settings.train, place.ranks) and not is_lost_peer(error)
         mistake = _explain_mistake(error, state) if may_look else None
         if mistake is None:
             raise

@@ -50,6 +50,7 @@ class Linear(nn.Module):
         assert os.environ["MASTER_ADDR"] == "localhost", os.environ["MASTER_ADDR"]
         assert not {"prefect", "mlflow"} & set(sys.modules), "a rank has imported them"
         self.layer, self.fault, self.calls = nn.Linear(64, outputs), fault, 0
+        self.dropout = nn.Dropout(0.2)  # each rank goes on with its own random numbers
 
     def forward(self, x):
         self.calls += self.training
@@ -81,7 +82,7 @@ class Linear(nn.Module):
             sys.kept = [torch.ones(1000)]
         if self.fault == "wrong" and is_one:
             raise ValueError("the thirtieth batch is not for me")
-        return self.layer(x.flatten(1))
+        return self.layer(self.dropout(x.flatten(1)))
 """
 
 ENDLESS = """

@@ -64,6 +64,8 @@ class Net(nn.Module):
         self.flawed, self.calls = flawed, 0
     def forward(self, a, b):
         self.calls += 1
+        if self.flawed == "peer" and self.calls > 3:
+            raise RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:59597")
         if self.flawed and self.calls > 3:
             a = a[:, :3]
         return self.left(a), self.right(b[0]) * b[1].mean()
@@ -189,6 +191,14 @@ def test_a_mistake_in_the_middle_is_told_by_name_and_line(own: Own, tmp_path: Pa
     with pytest.raises(ModelError, match=r"mine.py:\d\d") as got:
         _trained(own, tmp_path, model="mine:Net", source="mine:pairs", args={"flawed": True})
     assert "left" in str(got.value)
+
+
+def test_what_a_lost_peer_leaves_behind_is_no_mistake_of_the_model(
+    own: Own, tmp_path: Path
+) -> None:
+    """It was told as one, and the training of the others ended in place of beginning again."""
+    with pytest.raises(RuntimeError, match=r"^\[gloo/pair.cc:553\] Connection closed"):
+        _trained(own, tmp_path, model="mine:Net", source="mine:pairs", args={"flawed": "peer"})
 
 
 @pytest.mark.parametrize(("loss", "why"), [("held", "by a dry step"), ("read", "^train.loss: ")])

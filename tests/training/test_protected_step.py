@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headroom.training.micro_batches import GROW_AFTER
-from headroom.training.protected_step import ProtectedStep, make_pass
+from headroom.training.protected_step import ProtectedStep
+from headroom.training.step_passes import make_pass
 from headroom.watch.own_loop import OwnLoop
 
 ROWS, FIT, WORDS = 24, 8, 11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from headroom.watch.stack_samples import (
     describe_positions,
     list_positions,
 )
+from tests.conftest import ROOT
 
 FETCH = str(Path(torch.__file__).parent / "utils" / "data" / "_utils" / "fetch.py")
 LOADER = str(Path(torch.__file__).parent / "utils" / "data" / "dataloader.py")
@@ -83,12 +85,9 @@ def test_frames_of_any_file_are_read_as_they_are(tmp_path: Path) -> None:
     assert list_positions(12345) == []
 
 
-def test_looking_at_a_thread_never_reads_what_it_has_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Through `sys._current_frames` it did, where it was interrupted: 'Tensor' object has no
-    attribute 'f_code', or a segmentation fault."""
-    monkeypatch.setattr(sys, "_current_frames", None)
+def test_looking_at_a_thread_never_reads_what_it_has_freed() -> None:
+    """A walk in Python did, where it was interrupted: 'Tensor' object has no attribute 'f_code', or
+    a segmentation fault."""
     interval = sys.getswitchinterval()
     is_over, seen = threading.Event(), []
     me = threading.get_ident()
@@ -118,6 +117,41 @@ def test_looking_at_a_thread_never_reads_what_it_has_freed(
         looker.join()
     assert seen and all(positions for positions in seen)
     assert all(isinstance(place, Place) for positions in seen for place in positions)
+
+
+BEGINS_THREADS = """
+import ctypes, threading, time
+from headroom.watch.stack_samples import list_positions
+
+library = ctypes.CDLL(None)
+called = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+until, begun = time.monotonic() + 3, []
+
+def begin():
+    number = ctypes.c_ulong()
+    while time.monotonic() < until:
+        library.pthread_create(ctypes.byref(number), None, called, None)
+        library.pthread_join(number, None)
+        begun.append(1)
+
+beginners = [threading.Thread(target=begin) for _ in range(3)]
+for beginner in beginners:
+    beginner.start()
+me = threading.get_ident()
+while time.monotonic() < until:
+    assert list_positions(me)[0].line
+for beginner in beginners:
+    beginner.join()
+assert len(begun) > 100
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="begins threads as Linux does")
+def test_a_look_bears_that_a_library_begins_threads() -> None:
+    """As PyTorch's communication does for each bucket of gradients: faulthandler, which needs no
+    lock, read one that was not whole yet, and a rank of a long training died of it."""
+    done = subprocess.run([sys.executable, "-c", BEGINS_THREADS], cwd=ROOT, timeout=60)
+    assert done.returncode == 0
 
 
 def test_no_object_of_the_loop_is_kept_and_the_thread_ends_with_it() -> None:
