@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos clean
+.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos pins sbom advisories clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -19,18 +19,21 @@ help:
 	@echo 'make site         the pages as a site that needs no network, in site/'
 	@echo 'make bench        the benchmarks'
 	@echo 'make chaos        trainings and runs killed, damaged, doubled by the hundred: an hour'
+	@echo 'make pins         the hashes of all that is installed, written anew after a change of constraints.txt'
+	@echo 'make advisories   known advisories of what is pinned, as the package index has them'
+	@echo 'make sbom         the wheel in dist/, and the list of what it is made of (CycloneDX)'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml $(wildcard pins/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...' >&2; exit 2; }
 	@echo 'Setting up .venv, once: 1 to 5 minutes and 2 GB on disk; several GB more where PyTorch brings CUDA.'
 	@echo '1/3 a Python environment of its own: seconds'
 	@$(PYTHON) -m venv .venv
 	@echo '2/3 PyTorch, Prefect, MLflow and what they need, from the package index: minutes'
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
+	@$(BIN)/python pins/install.py run dev
 	@echo '3/3 empty databases for Prefect and MLflow, so that no run waits for them: half a minute'
 	@$(BIN)/python -m headroom.services.first_use
 	@touch $@
@@ -52,7 +55,7 @@ test-ui: .venv/.ui
 
 # What drives the browser; nothing else needs it.
 .venv/.ui: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ui]'
+	$(BIN)/python pins/install.py ui
 	@touch $@
 
 lint: .venv/.ready
@@ -69,7 +72,7 @@ site: .venv/.site
 
 # What makes the site; nothing else needs it.
 .venv/.site: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
+	$(BIN)/python pins/install.py site
 	@touch $@
 
 ui: .venv/.ready
@@ -84,18 +87,17 @@ serve-down: .venv/.ready
 # The frameworks that headroom/ tells of, for its tests; nothing else needs them. ultralytics lies
 # apart: its torchvision is built for CUDA, and where PyTorch is not, transformers would find it.
 .venv/.adapters: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target .venv/ultralytics \
-	  ultralytics ultralytics-thop torchvision opencv-python-headless polars polars-runtime-32 \
+	$(BIN)/python pins/install.py adapters
+	$(BIN)/python pins/install.py ultralytics --upgrade --target .venv/ultralytics \
 	  || echo 'ultralytics cannot be had here: the tests of its adapter do not run' >&2
 	@touch $@
 
 # What asks PostgreSQL and S3, for the tests of a team's stores; nothing else needs it.
 .venv/.team: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[team]'
+	$(BIN)/python pins/install.py team
 	@touch $@
 
-bench: .venv/.bench
+bench: .venv/.adapters
 	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.scaling
@@ -111,11 +113,6 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.referee --nights 200
 	$(BIN)/python -m benchmarks.verdict --healthy 40
 
-# What the benchmarks compare with; nothing else needs it.
-.venv/.bench: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	@touch $@
-
 mutants: .venv/.mutants
 	$(BIN)/python -m tests.mutants $(ARGS)
 
@@ -124,7 +121,22 @@ chaos: .venv/.ready
 
 # What turns the sources; nothing else needs it.
 .venv/.mutants: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/python pins/install.py mutants
+	@touch $@
+
+pins: .venv/.supply
+	.venv/supply/bin/python pins/write.py
+
+sbom: .venv/.supply
+	.venv/supply/bin/python pins/sbom.py wheel $(BIN)/python
+
+advisories: .venv/.ready
+	$(BIN)/python pins/advisories.py
+
+# What writes hashes and lists, in an environment of its own, so that no list names it.
+.venv/.supply: .venv/.ready
+	$(PYTHON) -m venv .venv/supply
+	.venv/supply/bin/python pins/install.py supply
 	@touch $@
 
 clean:
