@@ -62,6 +62,7 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.14
 
 docs: .venv/.ready
 	$(BIN)/python -m tests.test_house

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
-
-ROOT = Path(__file__).resolve().parent.parent
+PINS = Path(__file__).resolve().parent
+ROOT = PINS.parent
 FIELDS = "${Package}\\t${Version}\\t${Architecture}\\t${db:Status-Status}\\n"
 
 
@@ -26,53 +25,42 @@ def main() -> None:
     match sys.argv[1:]:
         case ["wheel", python]:
             wheel = _build_wheel(python, ROOT / "dist")
-            bill = write_bill(_list_packages(python), wheel.with_suffix(".cdx.json"))
+            needed = keep_needed(_list_packages(python), read_needs())
+            bill = write_bill(needed, wheel.with_suffix(".cdx.json"))
             put_into_wheel(wheel, bill)
             print(f"{wheel}, which holds its list\n{bill}")
         case ["image", python, file]:
-            bill = _list_packages(python)
-            bill["components"] += list_debian_packages()
-            print(write_bill(bill, Path(file)))
+            image = _list_packages(python)
+            image["components"] += list_debian_packages()
+            print(write_bill(image, Path(file)))
         case _:
             sys.exit("usage: python pins/sbom.py wheel PYTHON | image PYTHON FILE")
 
 
 def _list_packages(python: str) -> dict[str, Any]:
-    """Return the list of what headroom needs of the environment of this Python, with what that
-    needs; the rest of it, such as what tests it, is left out."""
+    """Return the list of the environment of this Python."""
     command = [sys.executable, "-m", "cyclonedx_py", "environment", python, "--spec-version", "1.6"]
     command += ["--output-reproducible", "--pyproject", str(ROOT / "pyproject.toml")]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return keep_needed(json.loads(done.stdout), _name_needs(python))
+    return json.loads(done.stdout)
 
 
-def _name_needs(python: str) -> set[str]:
-    """Return the names that the project needs without an extra, as packages are called."""
-    code = (
-        "import re\nfrom importlib.metadata import requires\n"
-        "print(*[re.match(r'[\\w.-]+', r)[0] for r in requires('headroom') if 'extra ==' not in r])"
-    )
-    done = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    return {_normalize(name) for name in done.stdout.split()}
+def read_needs() -> set[str]:
+    """Return the names of what the project needs without an extra, and what that needs."""
+    texts = [(PINS / f"{group}.txt").read_text() for group in ("run", "torch", "cuda")]
+    return {name for text in texts for name in re.findall(r"(?m)^([\w.-]+)==", text)}
 
 
 def keep_needed(bill: dict[str, Any], needs: set[str]) -> dict[str, Any]:
-    """Return the list without the components to which no need leads."""
-    root = bill["metadata"]["component"]["bom-ref"]
-    leads = {one["ref"]: one.get("dependsOn", []) for one in bill["dependencies"]}
-    names = {one["bom-ref"]: _normalize(one["name"]) for one in bill["components"]}
-    leads[root] = [ref for ref in leads[root] if names.get(ref) in needs]
-    kept, waiting = set(), [root]
-    while waiting:
-        ref = waiting.pop()
-        if ref not in kept:
-            kept.add(ref)
-            waiting += leads.get(ref, [])
-    return {
-        **bill,
-        "components": [one for one in bill["components"] if one["bom-ref"] in kept],
-        "dependencies": [{"ref": ref, "dependsOn": leads.get(ref, [])} for ref in sorted(kept)],
-    }
+    """Return the list without what else is installed, such as what tests the project."""
+    parts = [one for one in bill["components"] if _normalize(one["name"]) in needs]
+    kept = {bill["metadata"]["component"]["bom-ref"], *(one["bom-ref"] for one in parts)}
+    leads = [
+        {"ref": one["ref"], "dependsOn": [ref for ref in one.get("dependsOn", []) if ref in kept]}
+        for one in bill["dependencies"]
+        if one["ref"] in kept
+    ]
+    return {**bill, "components": parts, "dependencies": leads}
 
 
 def list_debian_packages() -> list[dict[str, Any]]:
@@ -91,6 +79,10 @@ def list_debian_packages() -> list[dict[str, Any]]:
 
 
 def write_bill(bill: dict[str, Any], file: Path) -> Path:
+    # Not where only the rest of this file is wanted: they lie in an environment of their own.
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     text = json.dumps(bill, indent=1)
     if problem := JsonStrictValidator(SchemaVersion.V1_6).validate_str(text):
         sys.exit(f"the list is no CycloneDX 1.6: {problem}")
@@ -121,7 +113,7 @@ def put_into_wheel(wheel: Path, bill: Path) -> None:
 
 
 def _normalize(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":

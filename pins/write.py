@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 PINS = Path(__file__).resolve().parent
@@ -21,7 +22,6 @@ GROUPS = {
     "ui": ("ui",),
     "site": ("site",),
     "mutants": ("mutants",),
-    "supply": ("supply",),
 }
 # What is installed into a folder of its own: see the Makefile.
 ULTRALYTICS = (
@@ -48,20 +48,30 @@ def main() -> None:
         _write(group, {name: text for name, text in found.items() if name not in known})
     alone = _compile(["--no-deps", "-"], "\n".join(ULTRALYTICS))
     _write("ultralytics", alone)
-    _add_to_constraints(pinned | alone)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = _compile(["-"], "\n".join(extras["optional-dependencies"]["supply"]))
+    _write("supply", tools)  # it has an environment of its own
+    _add_to_constraints(pinned | alone | tools)
 
 
 def _resolve(group: str) -> dict[str, str]:
     extras = [word for extra in GROUPS[group] for word in ("--extra", extra)]
     oldest = OLDEST.get(group, "3.11")
-    return _compile(["--python-version", oldest, *extras, str(ROOT / "pyproject.toml")])
+    return _compile([*extras, str(ROOT / "pyproject.toml")], oldest=oldest)
 
 
-def _compile(words: list[str], given: str | None = None) -> dict[str, str]:
+def _compile(words: list[str], given: str | None = None, *, oldest: str = "3.11") -> dict[str, str]:
     """Return of each package its line with its hashes."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal"]
     command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
-    command += ["--default-index", "https://pypi.org/simple", "--constraint", str(CONSTRAINTS)]
+    command += [
+        "--python-version",
+        oldest,
+        "--default-index",
+        "https://pypi.org/simple",
+        "--constraint",
+        str(CONSTRAINTS),
+    ]
     done = subprocess.run(
         [*command, *words], cwd=ROOT, input=given, check=True, stdout=subprocess.PIPE, text=True
     )
