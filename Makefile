@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos pins sbom advisories clean
+.PHONY: help setup train test test-all test-python test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos pins sbom advisories clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
 	@echo 'make test         the tests, but for those of whole programs: some four minutes'
 	@echo 'make test-all     all that need no GPU and no browser: a quarter of an hour'
+	@echo 'make test-python  the tests that differ with Python, on another: NEWER=python3.13'
 	@echo 'make test-cuda    the tests that need a CUDA device; CUDA_RUN=... names a command that brings one'
 	@echo 'make test-ui      the tests of MLflow pages in a browser that is here; PICTURES=docs writes those of the README'
 	@echo 'make ui           the runs in MLflow, at the address that it prints'
@@ -46,6 +47,14 @@ test: .venv/.ready
 
 test-all: .venv/.team .venv/.adapters .venv/.site
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# In a copy, so that this .venv stays: what is pinned, installed anew for that Python.
+test-python:
+	rm -rf .venv/other && mkdir -p .venv/other
+	cp -r $(filter-out .venv,$(wildcard * .ci)) .venv/other
+	$(MAKE) -C .venv/other test PYTHON=$(NEWER) \
+	  ARGS='tests/base tests/settings tests/process tests/models tests/watch tests/run tests/test_pins.py'
+	rm -rf .venv/other
 
 test-cuda: .venv/.adapters
 	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)

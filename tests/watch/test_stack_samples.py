@@ -24,6 +24,7 @@ from headroom.watch.stack_samples import (
     list_positions,
 )
 
+LOOKS = pytest.mark.skipif(not stack_samples.MAY_LOOK, reason="this Python may crash of a look")
 FETCH = str(Path(torch.__file__).parent / "utils" / "data" / "_utils" / "fetch.py")
 LOADER = str(Path(torch.__file__).parent / "utils" / "data" / "dataloader.py")
 MODULE = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
