@@ -57,6 +57,7 @@ def test_the_kind_of_work_is_that_of_the_library_which_is_at_work() -> None:
     assert describe_positions([]) == ("code", None)
 
 
+@LOOKS
 def test_the_line_at_which_a_loop_is_most_often_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_line_at_which_a_loop_is_most_often_is_found(
     assert thread is not None and not thread.is_alive()
 
 
+@LOOKS
 def test_frames_of_any_file_are_read_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "fran\u00e7ais \u6f22.py"
     file.write_text("def deep(n, call):\n    return call() if n == 0 else deep(n - 1, call)\n")
@@ -84,6 +86,7 @@ def test_frames_of_any_file_are_read_as_they_are(tmp_path: Path) -> None:
     assert list_positions(12345) == []
 
 
+@LOOKS
 def test_looking_at_a_thread_never_reads_what_it_has_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
