@@ -23,12 +23,18 @@ ENV HOME=/home/headroom USER=headroom
 # What it needs before what changes: new sources bring no gigabytes anew. Empty packages stand for
 # the sources, which --editable reads where they are once they are here.
 WORKDIR /headroom
-COPY pyproject.toml constraints.txt ./
-# For compose.yaml: [team], which is what its servers need.
-ARG EXTRA=
+COPY pyproject.toml ./
+COPY pins pins
+# For compose.yaml: run team, which is what its servers need.
+ARG PINS=run
 RUN mkdir headroom flows tasks \
     && touch headroom/__init__.py README.md LICENSE \
-    && pip install --no-cache-dir --constraint constraints.txt torch --editable ".${EXTRA}"
+    && PIP_NO_CACHE_DIR=1 python pins/install.py ${PINS}
+# What the image is made of, of Python and of Debian: CycloneDX.
+RUN python -m venv /tmp/supply \
+    && PIP_NO_CACHE_DIR=1 /tmp/supply/bin/python pins/install.py supply \
+    && /tmp/supply/bin/python pins/sbom.py image "$(which python)" /usr/share/headroom.cdx.json \
+    && rm -r /tmp/supply
 
 COPY README.md LICENSE prefect-team.yaml ./
 COPY headroom headroom

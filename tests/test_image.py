@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -38,8 +37,8 @@ LAYERS = [
 COPIED = [
     (i, name) for i, (w, rest) in enumerate(LAYERS) if w == "COPY" for name in rest.split()[:-1]
 ]
-(INSTALLS,) = (
-    i for i, (word, rest) in enumerate(LAYERS) if word == "RUN" and "pip install" in rest
+INSTALLS, LISTS = (
+    i for i, (word, rest) in enumerate(LAYERS) if word == "RUN" and "pins/install.py" in rest
 )
 SECRET = """@:/#%?'" $HOME${x} \\b`id`&=+,;|<>()[]{}*~!^\u00fc end"""
 
@@ -53,22 +52,42 @@ def test_the_image_is_made_of_files_that_are_sent_to_it() -> None:
 
 
 def test_new_sources_bring_no_library_anew(tmp_path: Path) -> None:
-    """Each change of a source downloaded gigabytes. The very command of the Dockerfile, but that it
-    installs nothing, finds all that it needs in what is copied before it."""
+    """Each change of a source downloaded gigabytes. The very command of the Dockerfile, with a pip
+    that installs nothing but the project, finds all that it needs in what is copied before it."""
     for i, name in COPIED:
         if i < INSTALLS:
-            shutil.copy(ROOT / name, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"pyproject.toml", "constraints.txt"}
-    assert {"headroom", "flows", "tasks"} == {name for _, name in COPIED if (ROOT / name).is_dir()}
-    instead = f"{shlex.quote(sys.executable)} -m pip install --dry-run --no-deps --no-index"
-    command = LAYERS[INSTALLS][1].replace("pip install", f"{instead} --no-build-isolation")
-    env = {**os.environ, "EXTRA": OURS["mlflow"]["build"]["args"]["EXTRA"]}
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, tmp_path / name)
+    assert {file.name for file in tmp_path.iterdir()} == {"pyproject.toml", "pins"}
+    assert {"headroom", "flows", "tasks", "pins"} == {n for _, n in COPIED if (ROOT / n).is_dir()}
+    (tmp_path / "bin").mkdir()
+    calls = tmp_path / "calls"
+    python = tmp_path / "bin" / "python"
+    python.write_text(PIP_ONLY_READS.format(python=sys.executable, calls=calls))
+    python.chmod(0o755)
+    pins = OURS["mlflow"]["build"]["args"]["PINS"]
+    env = {**os.environ, "PINS": pins, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    command = ["sh", "-c", LAYERS[INSTALLS][1]]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Would install headroom" in done.stdout
-    assert not [rest for word, rest in LAYERS[INSTALLS + 1 :] if "pip" in rest]
+    read = {Path(name).stem for name in re.findall(r"--requirement (\S+)", calls.read_text())}
+    assert read == set(pins.split()), "PyTorch is here"
+    assert not [rest for word, rest in LAYERS[LISTS + 1 :] if "pip" in rest or "pins" in rest]
+
+
+# A Python whose `sys.executable` is itself. Its pip reads requirements and installs none of them.
+PIP_ONLY_READS = """#!/bin/sh
+if test "$1" != -m; then
+  exec {python} -c 'import runpy, sys
+sys.executable, sys.argv = sys.argv[1], sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")' "$0" "$@"
+fi
+echo "$@" >> {calls}
+case "$*" in
+*--editable*) shift 4; exec {python} -m pip install --dry-run "$@" ;;
+esac
+"""
 
 
 def test_the_image_is_not_root_and_may_write_where_it_has_to() -> None:

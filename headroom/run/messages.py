@@ -112,11 +112,16 @@ def deliver(place: str, text: str) -> None:
 
 
 def _post(address: str, text: str) -> None:
+    from urllib.error import HTTPError
     from urllib.request import Request, urlopen  # 20 ms that a run without messages does without
 
     request = Request(*make_post(address, text))
-    with urlopen(request, timeout=TIMEOUT_S) as answer:
-        answer.read(1)
+    try:
+        with urlopen(request, timeout=TIMEOUT_S) as answer:
+            answer.read(1)
+    except HTTPError as error:
+        error.close()  # it is the answer, and holds its socket
+        raise
 
 
 def make_post(address: str, text: str) -> tuple[str, bytes, dict[str, str]]:

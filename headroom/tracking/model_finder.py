@@ -21,14 +21,17 @@ from urllib.parse import unquote, urlsplit
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
-from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
+import mlflow  # noqa: E402 (it reads the environment when it is imported)
+from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import LoggedModel  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
+from headroom.base.units import make_printable  # noqa: E402
 from headroom.tracking.mlflow_store import explain_error  # noqa: E402
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
 PAGE = 50  # models asked for at once
+MODEL_ID = re.compile("m-[0-9a-f]{32}")
 NEWEST = [{"field_name": "creation_timestamp", "ascending": False}]
 
 
@@ -129,7 +132,7 @@ def _find_registered_model(client: MlflowClient, uri: str) -> LoggedModel:
             raise
         raise TrackingError(f"run: MLflow has no model {uri}; register it, or name a run") from None
     named = str(version.source).removeprefix("models:/")  # its model_id is absent in databases
-    if not re.fullmatch("m-[0-9a-f]{32}", named):
+    if not MODEL_ID.fullmatch(named):
         raise TrackingError(f"run: {uri} is no logged model of a run; name the run itself")
     return client.get_logged_model(named)
 
@@ -139,6 +142,11 @@ def _provide_files(model: LoggedModel, where: TrackingSettings, folder: str) -> 
     address = urlsplit(model.artifact_location)
     if address.scheme in ("", "file") and address.netloc in ("", "localhost"):
         return Path(unquote(address.path))
+    if not MODEL_ID.fullmatch(model.model_id):  # it names a folder: ../ would leave this one
+        raise TrackingError(
+            f"run: the server calls a model {make_printable(model.model_id, limit=60)!r}, which is "
+            "no id of MLflow's; do not trust it"
+        )
     from mlflow.artifacts import download_artifacts
 
     uri = f"models:/{model.model_id}"
@@ -152,6 +160,8 @@ def _answer_question(question: dict[str, Any]) -> dict[str, str]:
         path = where.database
         if path is not None and not path.is_file():
             raise TrackingError(f"run: nothing was trained yet: there is no {path}; train first")
+        # Where a model's files lie is asked there, whatever the download is given.
+        mlflow.set_tracking_uri(where.tracking_uri)
         client = MlflowClient(where.tracking_uri)
         return locate_model(client, where, question["run"], question["folder"], question["skipped"])
     except Exception as error:  # whatever it is, the process that asked has to hear of it

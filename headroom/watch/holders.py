@@ -297,6 +297,11 @@ def _join(words: list[str], more: str) -> None:
                 more = f"{words.pop().removeprefix(prefix)} {more}"
             else:
                 more = f"attribute {key} {more}"
+    elif words and words[-1].startswith(prefix) and more.startswith("attribute "):
+        # From Python 3.13 on an object holds what its __dict__ does.
+        key, _, of = more.removeprefix("attribute ").partition(" of ")
+        if key.strip("'") in _MODULE_PARTS:
+            more = f"{words.pop().removeprefix(prefix)} of {of}"
     if more != "traceback" or words[-1:] != [more]:  # those of several frames hold each other
         words.append(more)
 
