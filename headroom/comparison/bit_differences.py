@@ -6,6 +6,7 @@ digest, and flips one for a test.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from headroom.settings.read_settings import ConfigError
 from headroom.training.step_digests import OF_SQUARES, OF_SUM, compute_digest, view_words
-from headroom.training.train_state import TrainState
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -39,7 +39,9 @@ def describe_difference(was: Tensor, now: Tensor) -> str:
     text += f"{first!r} was, {second!r} is"
     bits = int(mine[at]) ^ int(other[at])
     if bits.bit_count() == 1 or bits == -(2 ** (8 * was.element_size() - 1)):
-        text += f", one bit (bit {(bits & (2**64 - 1)).bit_length() - 1 if bits > 0 else _top(was)})"
+        text += (
+            f", one bit (bit {(bits & (2**64 - 1)).bit_length() - 1 if bits > 0 else _top(was)})"
+        )
     if was.is_floating_point():
         text += f", {abs(_order(int(mine[at]), was) - _order(int(other[at]), was)):,} ULP"
     return text
@@ -65,7 +67,7 @@ def explain_by_one_bit(now: Tensor, digest: int) -> str:
     now = now.detach().cpu()
     words = view_words(now)
     width = (now.numel() * now.element_size()) // max(1, words.numel())  # bytes of a word
-    bits = 8 * width
+    bits = 8 * width  # of a word
     missing = torch.tensor(digest) - compute_digest(now)
     for bit in range(bits):
         # int64 wraps around, as the digest does.
@@ -90,7 +92,8 @@ def _name_bit(now: Tensor, at: int) -> str:
     then = flat.clone()
     _flip_at(then, element, bit)
     place = list(map(int, np.unravel_index(element, tuple(now.shape)))) if now.dim() else []
-    return f"one bit: bit {bit} of element {place}, {then[element].item()!r} in the run, {value!r} here"
+    values = f"{then[element].item()!r} in the run, {value!r} here"
+    return f"one bit: bit {bit} of element {place}, {values}"
 
 
 def _flip_at(flat: Tensor, element: int, bit: int) -> None:
@@ -100,9 +103,7 @@ def _flip_at(flat: Tensor, element: int, bit: int) -> None:
 
 
 @torch.no_grad()
-def flip_bit(
-    named: dict[str, Tensor], name: str, element: int, bit: int, state: TrainState
-) -> None:
+def flip_bit(named: dict[str, Tensor], name: str, element: int, bit: int) -> None:
     """Flip a bit of the tensor of this name; the first weight where it is empty. Raises ConfigError
     where there is no such bit."""
     name = name or next(n for n in named if n.startswith("weight/"))
@@ -122,8 +123,9 @@ def flip_bit(
         case "random/torch":
             torch.set_rng_state(changed)
         case "random/numpy":
-            kind, _, *rest = np.random.get_state()
-            np.random.set_state((kind, changed[:624].numpy().astype(np.uint32), *rest))
+            keys = changed[:624].numpy().astype(np.uint32)
+            kept: Any = np.random.get_state()
+            np.random.set_state(("MT19937", keys, *kept[2:]))
         case "random/python":
             version, _, spare = random.getstate()
             random.setstate((version, tuple(map(int, changed[:625])), spare))

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -61,9 +62,13 @@ from headroom.training.train_state import TrainState
 
 STEPS = 1000  # of a window, where nobody says how many
 LOGGED = ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/")
-STATE = ("model", "optimizer", "scaler", "best", "random", "schedule", "rows")  # of a checkpoint
-# What may change the last bit, of the tags of a run's end.
-TAGS = ("device.kind", "device.model", "threads", "torch.version")
+STATE = ("model", "optimizer", "scaler")  # of a checkpoint
+# The same where both were written on the same side of the evaluation at the end of an epoch, which
+# is a matter of when the one before was on disk. Where the best weights lie depends on that too.
+BESIDE = ("random", "schedule", "rows")
+AS_RECORDED = "trained a second time here, it came out as in the run: the first time differs"
+ALIKE = "trained twice here, it came out the same both times: the run itself differs"
+OTHERWISE = "trained twice here, it came out otherwise each time"
 _NOT_REPEATABLE = re.compile(r"^(\S+) does not have a deterministic implementation")
 
 
@@ -125,8 +130,8 @@ def read_recorded(folder: Path) -> Recorded:
     ours, or where there is nothing to compare with."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            "RUN: it is no training of `flows.train`, or it has not begun: only those can be "
-            "trained anew, since a loop of your own is not known here"
+            f"RUN: {folder.name} is no training of `flows.train`, or has not begun: the loop of an "
+            "account or of a framework is not known here, so it can't be trained anew"
         )
     digests, environment = read_digests(folder)
     kept = tuple(sorted(list_steps(folder / CHECKPOINTS)))
@@ -134,7 +139,9 @@ def read_recorded(folder: Path) -> Recorded:
         folder, kept, digests, environment, _read_logged(folder / LOG), read_end(folder)
     )
     if not recorded.find_last_step():
-        raise ConfigError("RUN: it has no checkpoint, and logged no step: nothing to compare with")
+        raise ConfigError(
+            f"RUN: {folder.name} has no checkpoint, and logged no step: nothing to compare with"
+        )
     return recorded
 
 
@@ -193,7 +200,7 @@ class Watch:
         named = None
         if self.flip is not None and self.flip.step == step:
             named = name_tensors(state, loss)
-            flip_bit(named, self.flip.tensor, self.flip.element, self.flip.bit, state)
+            flip_bit(named, self.flip.tensor, self.flip.element, self.flip.bit)
         then = self.recorded.digests.get(step)
         if self.until is not None and step < self.until:
             return
@@ -261,7 +268,7 @@ class _Retraining:
         keeps = watch.end in self.recorded.kept and watch.until is None
         every = f"{watch.end}steps" if keeps else None
         config = override_config(self.config, {"checkpoint.every": every})
-        try:
+        with suppress(WindowDone):
             trainer.train(
                 make_plan(config, self.device, self.data),
                 folder=folder,
@@ -270,8 +277,6 @@ class _Retraining:
                 check_stop=watch.check_stop,
                 end_step=watch.end_step,
             )
-        except WindowDone:
-            pass
         return folder
 
 
@@ -361,19 +366,38 @@ def _complete(flip: Flip | None, begin: int, end: int) -> Flip | None:
 
 
 def _compare(again: _Retraining, end: int, flip: Flip | None) -> Verification:
-    recorded, begin = again.recorded, again.begin
-    watch = Watch(recorded, end, flip)
-    folder = again.train(watch)
-    reached = Verification(begin, watch.step, watch.digest_steps, watch.tensors, watch.logged)
+    """Return what comes out of training anew; where something differs it is trained again."""
+    watch = Watch(again.recorded, end, flip)
+    found = _train_and_compare(again, watch)
     if watch.found is not None:
-        return replace(reached, difference=_explain(again, watch))
-    difference = watch.differs
-    if difference is None and watch.step == end and end in recorded.kept:
+        return replace(found, difference=_explain(again, watch))
+    first = found.difference
+    if first is None:
+        return found
+    second = _train_and_compare(again, Watch(again.recorded, end)).difference
+    if second is None:
+        why = AS_RECORDED
+    else:
+        why = ALIKE if second == first else f"{OTHERWISE}: {_name_operations(again)}"
+    return replace(found, difference=replace(first, why=why))
+
+
+def _train_and_compare(again: _Retraining, watch: Watch) -> Verification:
+    recorded, end = again.recorded, watch.end
+    folder = again.train(watch)
+    reached = Verification(
+        begin=again.begin,
+        end=watch.step,
+        digest_steps=watch.digest_steps,
+        tensors=watch.tensors,
+        logged=watch.logged,
+        difference=watch.differs,
+    )
+    is_whole = watch.found is None and watch.differs is None and watch.step == end
+    if is_whole and end in recorded.kept:
         count, difference = _compare_states(recorded.folder, folder, end)
-        reached = replace(reached, state_step=end, state_tensors=count)
-    if difference is not None and not again.config.train.deterministic:
-        difference = replace(difference, why=_name_operations(again))
-    return replace(reached, difference=difference)
+        return replace(reached, state_step=end, state_tensors=count, difference=difference)
+    return reached
 
 
 def _explain(again: _Retraining, watch: Watch) -> Difference:
@@ -388,27 +412,26 @@ def _explain(again: _Retraining, watch: Watch) -> Difference:
     if mine is None or other is None or name not in recorded:
         what = "it is only here" if name not in recorded else "it is only in the run"
         return Difference(step, name, what + more)
-    if torch.equal(mine.view(torch.uint8), other.view(torch.uint8)) if mine.dim() else (
-        int(compute_digest(mine)) == int(compute_digest(other))
+    if (
+        torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+        if mine.dim()
+        else (int(compute_digest(mine)) == int(compute_digest(other)))
     ):
         what = explain_by_one_bit(mine, recorded[name]) or (
             "more than one bit differs, and of the run only a digest was kept"
         )
-        why = "trained twice here, it came out the same both times: the run itself differs"
-        return Difference(step, name, what + more, why)
-    what = describe_difference(other, mine)
+        return Difference(step, name, what + more, ALIKE)
     if int(compute_digest(other)) == recorded[name]:
-        why = "trained a second time here, it came out as in the run: the first time differs"
+        why = AS_RECORDED
     else:
-        why = "trained twice here, it came out otherwise each time: " + (
-            _name_operations(again) or "it can't be repeated on this machine"
-        )
-    return Difference(step, name, what + more, why)
+        why = f"{OTHERWISE}: {_name_operations(again)}"
+    return Difference(step, name, gap + more, why)
 
 
 def _name_operations(again: _Retraining) -> str:
-    """Return in words which operations can't be repeated, of a training that need not be; empty
-    where PyTorch names none."""
+    """Return in words what can't be repeated: the operations that PyTorch names by its warnings."""
+    if again.config.train.deterministic:
+        return "something in it is not repeated, though train.deterministic was true"
     watch = Watch(again.recorded, again.begin + 3, names_operations=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -416,7 +439,9 @@ def _name_operations(again: _Retraining) -> str:
     found = (_NOT_REPEATABLE.match(str(one.message)) for one in caught)
     names = sorted({match[1] for match in found if match})
     if not names:
-        return "train.deterministic was false, so nothing promised that it can be repeated"
+        return (
+            "train.deterministic was false, so it need not be the same; PyTorch names no operation"
+        )
     return (
         f"not deterministic: {', '.join(names)} can't be repeated to the bit on this device; set "
         "train.deterministic"
@@ -426,16 +451,17 @@ def _name_operations(again: _Retraining) -> str:
 def _compare_states(then: Path, now: Path, step: int) -> tuple[int, Difference | None]:
     """Return how many tensors two checkpoints of this step have, and the first difference."""
     try:
-        before = read_checkpoint(then / CHECKPOINTS, step).state
+        before = read_checkpoint(then / CHECKPOINTS, step)
     except DamagedCheckpoint as error:
         return 0, Difference(step, "checkpoint", str(error))
-    after = read_checkpoint(now / CHECKPOINTS, step).state
+    after = read_checkpoint(now / CHECKPOINTS, step)
+    is_alike = before.about["position"] == after.about["position"]
     count = 0
-    for part in STATE:
+    for part in (*STATE, *(BESIDE if is_alike else ())):
         sides: list[dict[str, Tensor]] = [{}, {}]
         plain = [
-            flatten_state(state.get(part), side, part)
-            for state, side in zip((before, after), sides, strict=True)
+            flatten_state(one.state.get(part), side, part)
+            for one, side in zip((before, after), sides, strict=True)
         ]
         count += len(sides[0])
         for name, tensor in sides[0].items():
@@ -462,11 +488,19 @@ def _list_changes(again: _Retraining) -> Iterator[str]:
     most = os.cpu_count() or 1
     if threads.isdecimal() and int(threads) > most:
         yield f"threads: {threads} as then, though there are {most} cores here"
-    is_now = {"device.kind": device.kind, "device.model": device.model}
-    is_now |= {"torch.version": device.torch_version}
+    is_now: dict[str, str | None] = {
+        "device.kind": device.kind,
+        "device.model": device.model,
+        "torch.version": device.torch_version,
+    }
     for name, value in is_now.items():
         then = _read_tag(recorded, name)
-        if then and then != value and (name != "torch.version" or not recorded.environment):
+        if (
+            then
+            and value
+            and then != value
+            and (name != "torch.version" or not recorded.environment)
+        ):
             yield f"{name} was {make_printable(then, limit=60)} and is {value}"
     yield from _list_changed_code(again)
     begins = [content for content, _ in read_begins(recorded.folder / LOG, 0)]
@@ -479,15 +513,14 @@ def _list_changes(again: _Retraining) -> Iterator[str]:
 
 def _list_changed_code(again: _Retraining) -> Iterator[str]:
     recorded = again.recorded
-    if not recorded.kept:
-        return
-    step = again.begin or recorded.kept[-1]
-    try:
-        about = read_record(recorded.folder / CHECKPOINTS, step)["about"]
-    except (DamagedCheckpoint, NewerCheckpoint):
-        return
+    about: dict[str, Any] = {}
+    if recorded.kept:
+        with suppress(DamagedCheckpoint, NewerCheckpoint):
+            step = again.begin or recorded.kept[-1]
+            about = read_record(recorded.folder / CHECKPOINTS, step)["about"]
     code = describe_code(again.config)
-    was, commit = about.get("commit"), code["commit"]
+    commit = code["commit"]
+    was = about.get("commit") or _read_tag(recorded, "git.commit")
     if was and commit and was != commit:
         yield f"git.commit was {was[:12]} and is {commit[:12]}"
     files = about.get("code", {})

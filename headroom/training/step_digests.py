@@ -36,8 +36,10 @@ FLUSH_STEPS = 64
 # The first is odd and the second even: a flip of bit k changes the sum by an odd multiple of 2**k.
 OF_SUM, OF_SQUARES = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1E
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-VARIABLES += ("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF")
+VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
+)
 
 
 def name_tensors(state: TrainState, loss: Tensor) -> dict[str, Tensor]:
