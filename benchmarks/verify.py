@@ -11,7 +11,10 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,6 +37,7 @@ from headroom.training.train_state import TrainState
 
 RUNS = 100  # honest ones, and as many with a flipped bit
 STEPS = 30  # of each at most
+AT_ONCE = 4  # processes
 WAYS: dict[str, dict[str, Any]] = {
     "mlp": {},
     "dropout": {"model": {"args": {"dropout": 0.3}}},
@@ -109,42 +113,48 @@ def main(words: list[str]) -> None:
     runs = int(words[0]) if words else RUNS
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "verified_nets.py").write_text(NETS)
-        sys.path.insert(0, scratch)
+        sys.path.insert(0, scratch)  # of the processes that are begun, too
         lines = _measure(Path(scratch), runs)
         publish_whole("verify", "Whether `headroom verify` is right", lines, is_whole=runs >= RUNS)
 
 
 def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
-    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`, one process."
+    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`, {AT_ONCE} at once."
     yield "- named: step, tensor, element and bit are those that were planted."
     yield ""
     yield "| | runs | right | wrong |"
     yield "|:--|--:|--:|:--|"
     names = [*WAYS]
-    wrong = []
-    for i in range(runs):
-        folder = scratch / f"honest-{i}"
-        _train(folder, WAYS[names[i % len(names)]], seed=i)
-        # From a checkpoint, where the early end of a training has not left only the last.
-        found = verify_run(folder)
-        if found.difference is not None or not found.digest_steps:
-            wrong.append(f"{names[i % len(names)]}, seed {i}: {found.difference}")
-    yield f"| honest runs that are equal | {runs} | {runs - len(wrong)} | {'; '.join(wrong)} |"
-    for place in ("in the run itself", "in the training anew"):
-        wrong = []
-        for i in range(runs // 2):
-            way = names[i % len(names)]
-            told = _plant(scratch, way, seed=1000 + i, is_in_run=place == "in the run itself")
-            wrong += [f"{way}, seed {1000 + i}: {told}"] if told else []
-        yield f"| one flipped bit {place}, named | {runs // 2} | {runs // 2 - len(wrong)} | " + (
-            f"{'; '.join(wrong)} |"
-        )
+    with ProcessPoolExecutor(AT_ONCE, get_context("fork")) as pool:
+        jobs = [(scratch, names[i % len(names)], i) for i in range(runs)]
+        told = [*pool.map(_check_honest, *zip(*jobs, strict=True))]
+        yield _make_row("honest runs that are equal", told)
+        for place in ("in the run itself", "in the training anew"):
+            is_in_run = place == "in the run itself"
+            jobs = [(scratch, names[i % len(names)], 1000 + i) for i in range(runs // 2)]
+            told = [*pool.map(partial(_plant, is_in_run=is_in_run), *zip(*jobs, strict=True))]
+            yield _make_row(f"one flipped bit {place}, named", told)
     yield ""
     yield from _measure_cost(scratch)
 
 
-def _plant(scratch: Path, way: str, *, seed: int, is_in_run: bool) -> str:
+def _make_row(what: str, told: list[str]) -> str:
+    wrong = [text for text in told if text]
+    return f"| {what} | {len(told)} | {len(told) - len(wrong)} | {'; '.join(wrong)} |"
+
+
+def _check_honest(scratch: Path, way: str, seed: int) -> str:
+    """Return what was wrong with a run that nobody touched; empty where it is equal."""
+    folder = scratch / f"honest-{seed}"
+    _train(folder, WAYS[way], seed=seed)
+    found = verify_run(folder, begin=0 if seed % 2 else None)  # or from its newest checkpoint
+    if found.difference is not None or not found.digest_steps:
+        return f"{way}, seed {seed}: {found.difference}"
+    return ""
+
+
+def _plant(scratch: Path, way: str, seed: int, *, is_in_run: bool) -> str:
     """Return what was wrong; empty where the flip was named."""
     folder = scratch / f"planted-{seed}-{is_in_run}"
     drawn = random.Random(seed)
@@ -173,14 +183,14 @@ def _plant(scratch: Path, way: str, *, seed: int, is_in_run: bool) -> str:
     with suppress(Exception):  # a flipped bit of an exponent may end the training
         _train(folder, WAYS[way], seed=seed, plant=plant)
     flip = chosen[0]
-    found = verify_run(folder, flip=None if is_in_run else flip)
+    found = verify_run(folder, begin=0, flip=None if is_in_run else flip)
     first = found.difference
     if first is None:
-        return f"{flip} was not found"
+        return f"{way}, {flip} was not found"
     if (first.step, first.tensor) != (flip.step, flip.tensor):
-        return f"{flip} was taken for {first}"
+        return f"{way}, {flip} was taken for {first}"
     if f"bit {flip.bit}" not in first.what:
-        return f"{flip} was found without its bit: {first}"
+        return f"{way}, {flip} was found without its bit: {first}"
     return ""
 
 

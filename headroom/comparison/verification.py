@@ -412,11 +412,8 @@ def _explain(again: _Retraining, watch: Watch) -> Difference:
     if mine is None or other is None or name not in recorded:
         what = "it is only here" if name not in recorded else "it is only in the run"
         return Difference(step, name, what + more)
-    if (
-        torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
-        if mine.dim()
-        else (int(compute_digest(mine)) == int(compute_digest(other)))
-    ):
+    gap = describe_difference(other, mine)
+    if not gap:
         what = explain_by_one_bit(mine, recorded[name]) or (
             "more than one bit differs, and of the run only a digest was kept"
         )
