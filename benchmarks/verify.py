@@ -120,7 +120,8 @@ def main(words: list[str]) -> None:
 
 def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
-    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`, {AT_ONCE} at once."
+    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`."
+    yield f"- {AT_ONCE} processes at once; what digests cost is measured after them."
     yield "- named: step, tensor, element and bit are those that were planted."
     yield ""
     yield "| | runs | right | wrong |"
