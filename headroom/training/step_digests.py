@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headroom.base.event_log import CHECK, append_line, is_whole_line, make_event
 from headroom.base.seeds import get_random_state
-from headroom.training.checkpoint_files import flatten_state
+from headroom.training.checkpoint_files import UnsavableState, flatten_state
 
 if TYPE_CHECKING:
     from headroom.training.train_state import TrainState
@@ -50,7 +50,8 @@ def name_tensors(state: TrainState, loss: Tensor) -> dict[str, Tensor]:
     named |= {f"gradient/{n}": p.grad for n, p in parameters.items() if p.grad is not None}
     named |= {f"weight/{n}": p.detach() for n, p in parameters.items()}
     named |= {f"buffer/{n}": b for n, b in state.model.named_buffers()}
-    flatten_state(state.optimizer.state(), named, "optimizer")
+    with suppress(UnsavableState):  # what could only be pickled has no bits to compare
+        flatten_state(state.optimizer.state(), named, "optimizer")
     device = next(iter(parameters.values())).device
     for place, drawn in zip(("torch", device.type), get_random_state(device), strict=False):
         named[f"random/{place}"] = drawn
@@ -78,6 +79,8 @@ def compute_digest(tensor: Tensor) -> Tensor:
 
 def view_words(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor as whole numbers, as wide as its size and place allow."""
+    if tensor.is_sparse:  # a gradient of an embedding
+        tensor = tensor.coalesce().values()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.numel() * flat.element_size()
@@ -94,7 +97,8 @@ class StepDigests:
         self._folder = folder / DIGESTS
         self._names: list[str] = []
         self._steps: list[int] = []
-        self._rows: list[Tensor] = []
+        self._rows: list[list[Tensor]] = []  # of each step, those of the device and of the host
+        self._is_there = np.array([])  # which of the names are the device's
         self._written = ""  # the file whose head says these names
         self._is_off = False
 
@@ -106,10 +110,15 @@ class StepDigests:
         if self._names != [*named]:
             self.flush()
             self._names, self._written = [*named], ""
-        device = loss.device
-        row = torch.stack([compute_digest(tensor).to(device) for tensor in named.values()])
+        digests = [compute_digest(tensor) for tensor in named.values()]
+        # Sent to the device, those of the host would make it wait.
+        self._is_there = np.array([digest.device == loss.device for digest in digests])
+        parts = (
+            [d for d in digests if d.device == loss.device],
+            [d for d in digests if d.device != loss.device],
+        )
         self._steps.append(step)
-        self._rows.append(row)
+        self._rows.append([torch.stack(part) for part in parts if part])
         if len(self._steps) >= FLUSH_STEPS:
             self.flush()
 
@@ -117,7 +126,11 @@ class StepDigests:
         """Write what was taken. Where that can't be done the training goes on without."""
         if not self._steps:
             return
-        rows = torch.stack(self._rows).cpu().numpy().astype("<i8")
+        rows = np.empty((len(self._steps), len(self._names)), "<i8")
+        for part, places in zip(
+            zip(*self._rows, strict=True), (self._is_there, ~self._is_there), strict=False
+        ):
+            rows[:, places] = torch.stack(part).cpu().numpy()
         content = {"steps": self._steps, "rows": base64.b64encode(rows.tobytes()).decode()}
         self._steps, self._rows = [], []
         try:

@@ -1,5 +1,5 @@
-"""A window of a run that is trained anew comes out the same, or the first thing that differs is named;
-the run is only read."""
+"""A window of a run trained anew comes out the same, or what differs first is named; the run is only
+read."""
 
 from hashlib import sha256
 from pathlib import Path
