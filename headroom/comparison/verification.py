@@ -490,15 +490,11 @@ def _list_changes(again: _Retraining) -> Iterator[str]:
         "device.model": device.model,
         "torch.version": device.torch_version,
     }
-    for name, value in is_now.items():
+    for name, here in is_now.items():
         then = _read_tag(recorded, name)
-        if (
-            then
-            and value
-            and then != value
-            and (name != "torch.version" or not recorded.environment)
-        ):
-            yield f"{name} was {make_printable(then, limit=60)} and is {value}"
+        is_told = name == "torch.version" and recorded.environment
+        if then and here and then != here and not is_told:
+            yield f"{name} was {make_printable(then, limit=60)} and is {here}"
     yield from _list_changed_code(again)
     begins = [content for content, _ in read_begins(recorded.folder / LOG, 0)]
     if len(begins) > 1:
