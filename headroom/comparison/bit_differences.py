@@ -78,6 +78,9 @@ def explain_by_one_bit(now: Tensor, digest: int) -> str:
             change = -change  # the sign bit of a word counts down; a byte has none
         gives = change * OF_SUM + (2 * words + change) * change * OF_SQUARES
         (places,) = torch.nonzero(gives == missing, as_tuple=True)
+        if len(places) > 1:  # of the highest bits, and of equal values, the digest knows no place
+            which = (int(places[0]) * width * 8 + bit) % (8 * now.element_size())
+            return f"one bit: bit {which} of one of {len(places):,} elements"
         if len(places):
             return _name_bit(now, int(places[0]) * width * 8 + bit)
     return ""

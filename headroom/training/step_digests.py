@@ -1,6 +1,6 @@
 """Keeps, of each step of a training, what shows later whether it was taken in the same way again: a
 digest of 8 bytes for the loss, for each gradient, weight and buffer, and for each tensor of the
-optimizer's state and of the random numbers. One changed bit always changes a digest. The digests
+optimizer's state and of the random numbers. One flipped bit always changes a digest. The digests
 are computed where the tensors are, and read from there many steps at once. They go to files beside
 the checkpoints, of a bounded size: the first steps and the newest stay.
 """
