@@ -122,7 +122,7 @@ def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
     yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`."
     yield f"- {AT_ONCE} processes at once; what digests cost is measured after them."
-    yield "- named: step, tensor, element and bit are those that were planted."
+    yield "- named: step, tensor and bit are those that were planted (the element is not checked)."
     yield ""
     yield "| | runs | right | wrong |"
     yield "|:--|--:|--:|:--|"
