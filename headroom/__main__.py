@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "forecast": ("flows.forecast", (), "tell what a step of your own loop takes on a GPU"),
     "runs": ("flows.runs", (), "show what trains, and what has ended"),
     "verdict": ("flows.verdict", (), "say what held a run back, and what to do next"),
+    "verify": ("flows.verify", (), "train a part of a run anew: is it the same to the bit?"),
     "stop": ("flows.stop", (), "end a training that lives"),
     "tidy": ("flows.tidy", (), "put right what trainings left behind that died"),
     "new": ("flows.new", (), "write a project of your own, which trains at once"),

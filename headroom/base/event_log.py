@@ -351,6 +351,14 @@ def _parse_line(line: bytes) -> Line:
     return unix_ms, step, {key: float(value) for key, value in entry["metrics"].items()}
 
 
+def is_whole_line(line: bytes) -> bool:
+    """Return whether a line is what was written."""
+    with suppress(ValueError):
+        _check_line(line)
+        return True
+    return False
+
+
 def _check_line(line: bytes) -> None:
     """Raise ValueError where a line is not what was written."""
     written, _, crc = line.rpartition(CHECK)

@@ -111,6 +111,7 @@ def fit_model(
                 is_read = accounts.is_log_point
                 with accounts.count_step(batch):
                     outcome = take_step(batch, norm=is_read, watched=accounts.watched)
+                state.end_step(state, step, outcome.loss)
                 rows += batch.rows
                 sums = sum_rows(batch.x, batch.y) if is_summed else ()
                 is_blamed = sums or state.outputs

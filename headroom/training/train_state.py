@@ -46,6 +46,7 @@ from headroom.training.shared_model import (
     share_steps,
 )
 from headroom.training.stateful import RandomNumbers, Scaler, Stateful, Weights
+from headroom.training.step_digests import StepDigests
 from headroom.training.training_parts import open_batches, open_checkpoints
 from headroom.watch.accounts import Accounts
 from headroom.watch.allocators import wait_for_device
@@ -54,6 +55,13 @@ from headroom.watch.memory_meter import MemoryMeter
 from headroom.watch.snapshot import Recorder, record_history
 from headroom.watch.step_metrics import Log
 from headroom.watch.throughput import make_rates
+
+
+def _ignore_step(state: TrainState, step: int, loss: Tensor) -> None:
+    """Of a training whose steps nobody looks at."""
+
+
+EndStep = Callable[["TrainState", int, Tensor], None]  # of the state, its step and the loss of that
 
 
 @dataclass
@@ -73,6 +81,7 @@ class TrainState:
     checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
+    end_step: EndStep = _ignore_step  # called after each step, before it is judged or kept
     parts: Mapping[str, Stateful] = field(default_factory=dict)  # that a checkpoint keeps, by name
     position: TrainingPosition = TrainingPosition()
     batch: Batch | None = None  # that is trained on now, or was when a step failed
@@ -124,9 +133,11 @@ def build_state(
     folder: Path,
     log: Log,
     resumes: bool = False,
+    end_step: EndStep | None = None,
 ) -> TrainState:
     """Return the training of this plan as it begins, or as it goes on from its checkpoint once the
-    loop has resumed it. stack: closes what has to be closed. Raises ConfigError."""
+    loop has resumed it. stack: closes what has to be closed. end_step: see TrainState; without it a
+    training that can be repeated keeps digests of its steps. Raises ConfigError."""
     settings, data, device, check = plan.settings, plan.data, plan.torch_device, plan.model_check
     train, batch_size, ranks = settings.train, settings.train.batch_size, place.ranks
     assert check is not None, "check_plan comes first"
@@ -237,6 +248,10 @@ def build_state(
         best=train.best,
         min_delta=train.min_delta,
     )
+    if end_step is None and train.deterministic and ranks.is_alone:
+        digests = StepDigests(folder)
+        stack.callback(digests.flush)
+        end_step = digests.end_step
     parts: dict[str, Stateful] = {
         "model": Weights(model),
         "optimizer": optimizer,
@@ -265,6 +280,7 @@ def build_state(
         checkpoints=checkpoints,
         speeds=make_rates(data, work=check.work, peak=place.peak),
         outputs=outputs,
+        end_step=end_step or _ignore_step,
         parts=parts,
     )
 

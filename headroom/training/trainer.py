@@ -50,7 +50,7 @@ from headroom.training.shared_model import (
     summarize_ranks,
 )
 from headroom.training.stateful import StateMismatch
-from headroom.training.train_state import TrainState, build_state
+from headroom.training.train_state import EndStep, TrainState, build_state
 from headroom.training.training_parts import open_test_batches
 from headroom.watch import failed_step, memory_meter, out_of_memory
 from headroom.watch.accounts import HELD
@@ -76,13 +76,15 @@ def train(
     resumes: bool = False,
     check_stop: StopCheck = lambda: None,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    end_step: EndStep | None = None,
 ) -> TrainFacts:
     """Train as planned and write the model to `folder`/model, checkpoints to `folder`/checkpoints;
     return what was measured.
 
     log: is called with metrics and their step, at every log point. resumes: whether to go on from
     the newest checkpoint. check_stop: tells whether somebody wants a checkpoint, or the end.
-    ranks: the processes that train it together, joined; the lead of them writes.
+    ranks: the processes that train it together, joined; the lead of them writes. end_step: is
+    called after each step; see train_state.
 
     Raises step_metrics.Diverged for a loss that is not finite, and whatever PyTorch raises; the
     frames of an exception are cleared of tensors.
@@ -98,6 +100,7 @@ def train(
             resumes=resumes,
             check_stop=check_stop,
             ranks=ranks,
+            end_step=end_step,
         )
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
@@ -123,12 +126,15 @@ def _train(
     resumes: bool,
     check_stop: StopCheck,
     ranks: Ranks,
+    end_step: EndStep | None,
 ) -> TrainFacts:
     """The recipe of a training: each line is a page of its own."""
     plan = check_plan(plan)
     with ExitStack() as stack:
         place = stack.enter_context(take_place(plan, past=past, ranks=ranks))
-        state = build_state(plan, place, stack, folder=folder, log=log, resumes=resumes)
+        state = build_state(
+            plan, place, stack, folder=folder, log=log, resumes=resumes, end_step=end_step
+        )
         stop = TimeBudget(plan.settings.train, check_stop)
         state.tuned.end_by(stop.compute_left_s)
         check_agreed_stop = agree_on_stop(stop, ranks, every=plan.schedule.log_every)

@@ -50,6 +50,7 @@ def test_a_training_and_what_is_asked_of_it(answer: Callable[..., Any]) -> None:
     assert run["status"] == "FINISHED" and run["bound"] == "short" and run["error"] is None
     assert run["metrics"]["val/accuracy"] > 0.5
     assert answer("verdict", "flows.verdict", "mine")["why"] == run["why"]
+    assert answer("verification", "flows.verify", "mine")["equal"]
     assert [one["run_id"] for one in answer("runs", "flows.runs")["runs"]] == [run["run_id"]]
     compared = answer("comparison", "flows.compare", "--last", "1")
     (group,) = compared["groups"]

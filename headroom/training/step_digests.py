@@ -1,0 +1,202 @@
+"""Keeps, of each step of a training, what shows later whether it was taken in the same way again: a
+digest of 8 bytes for the loss, for each gradient, weight and buffer, and for each tensor of the
+optimizer's state and of the random numbers. One flipped bit always changes a digest. The digests
+are computed where the tensors are, and read from there many steps at once. They go to files beside
+the checkpoints, of a bounded size: the first steps and the newest stay.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headroom.base.event_log import CHECK, append_line, is_whole_line, make_event
+from headroom.base.seeds import get_random_state
+from headroom.training.checkpoint_files import UnsavableState, flatten_state
+
+if TYPE_CHECKING:
+    from headroom.training.train_state import TrainState
+
+DIGESTS = "digests"  # their folder, in that of a run
+FIRST, BEFORE, NEWEST = "first.jsonl", "before.jsonl", "newest.jsonl"
+MOST_BYTES = 16 * 2**20  # of each of these files
+FLUSH_STEPS = 64
+# The first is odd and the second even: a flip of bit k changes the sum by an odd multiple of 2**k.
+OF_SUM, OF_SQUARES = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1E
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+VARIABLES = (
+    *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
+)
+
+
+def name_tensors(state: TrainState, loss: Tensor) -> dict[str, Tensor]:
+    """Return what a step has come to, by names in the order in which it came to be: loss,
+    gradients, weights, buffers, optimizer, random numbers. The tensors are the training's own."""
+    parameters = dict(state.model.named_parameters())
+    named = {"loss": loss.detach()}
+    named |= {f"gradient/{n}": p.grad for n, p in parameters.items() if p.grad is not None}
+    named |= {f"weight/{n}": p.detach() for n, p in parameters.items()}
+    named |= {f"buffer/{n}": b for n, b in state.model.named_buffers()}
+    with suppress(UnsavableState):  # what could only be pickled has no bits to compare
+        flatten_state(state.optimizer.state(), named, "optimizer")
+    device = next(iter(parameters.values())).device
+    for place, drawn in zip(("torch", device.type), get_random_state(device), strict=False):
+        named[f"random/{place}"] = drawn
+    _, keys, *rest = np.random.get_state()
+    named["random/numpy"] = torch.from_numpy(_join(keys, rest))
+    _, words, spare = random.getstate()
+    named["random/python"] = torch.from_numpy(_join(words, [spare or 0.0]))
+    return named
+
+
+def _join(keys: Any, rest: Any) -> np.ndarray:
+    """Return keys and numbers as one row of int64, the floats among them bit for bit."""
+    plain = [np.float64(r).view(np.int64) if isinstance(r, float) else int(r) for r in rest]
+    return np.concatenate([np.asarray(keys, np.int64), np.asarray(plain, np.int64)])
+
+
+@torch.no_grad()
+def compute_digest(tensor: Tensor) -> Tensor:
+    """Return 64 bits of a tensor, as an int64 on its device: of its bits, read as whole numbers x
+    of up to 8 bytes, a sum of x and of x squared. It never waits for the device."""
+    words = view_words(tensor)
+    squares = torch.dot(words, words) if words.device.type == "cpu" else (words * words).sum()
+    return words.sum() * OF_SUM + squares * OF_SQUARES + words.numel()
+
+
+def view_words(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as whole numbers, as wide as its size and place allow."""
+    if tensor.is_sparse:  # a gradient of an embedding
+        tensor = tensor.coalesce().values()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = flat.numel() * flat.element_size()
+    width = next(width for width in WORDS if size % width == 0)
+    if flat.storage_offset() * flat.element_size() % width:
+        flat = flat.clone()  # a view of wider words has to begin at one
+    return flat.view(torch.uint8).view(WORDS[width]).to(torch.int64)
+
+
+class StepDigests:
+    """Writes the digests of a training's steps to the folder of its run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / DIGESTS
+        self._names: list[str] = []
+        self._steps: list[int] = []
+        self._rows: list[list[Tensor]] = []  # of each step, those of the device and of the host
+        self._is_there = np.array([])  # which of the names are the device's
+        self._written = ""  # the file whose head says these names
+        self._is_off = False
+
+    def end_step(self, state: TrainState, step: int, loss: Tensor) -> None:
+        """Take the digests of this step, which is done."""
+        if self._is_off:
+            return
+        named = name_tensors(state, loss)
+        if self._names != [*named]:
+            self.flush()
+            self._names, self._written = [*named], ""
+        digests = [compute_digest(tensor) for tensor in named.values()]
+        # Sent to the device, those of the host would make it wait.
+        self._is_there = np.array([digest.device == loss.device for digest in digests])
+        parts = (
+            [d for d in digests if d.device == loss.device],
+            [d for d in digests if d.device != loss.device],
+        )
+        self._steps.append(step)
+        self._rows.append([torch.stack(part) for part in parts if part])
+        if len(self._steps) >= FLUSH_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was taken. Where that can't be done the training goes on without."""
+        if not self._steps:
+            return
+        rows = np.empty((len(self._steps), len(self._names)), "<i8")
+        for part, places in zip(
+            zip(*self._rows, strict=True), (self._is_there, ~self._is_there), strict=False
+        ):
+            rows[:, places] = torch.stack(part).cpu().numpy()
+        content = {"steps": self._steps, "rows": base64.b64encode(rows.tobytes()).decode()}
+        self._steps, self._rows = [], []
+        try:
+            self._append(content)
+        except OSError:
+            self._is_off = True
+
+    def _append(self, content: dict[str, Any]) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = NEWEST if _measure(self._folder / FIRST) >= MOST_BYTES else FIRST
+        if name == NEWEST and _measure(self._folder / NEWEST) >= MOST_BYTES:
+            os.replace(self._folder / NEWEST, self._folder / BEFORE)
+            self._written = ""
+        lines = b""
+        if self._written != name:
+            head = {"names": self._names, "environment": describe_environment()}
+            lines = make_event("digests", head, unix_ms=int(time.time() * 1000))
+        lines += make_event("digests", content, unix_ms=int(time.time() * 1000))
+        with open(self._folder / name, "ab", buffering=0, opener=_open_private) as file:
+            append_line(file, lines)
+        self._written = name
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _measure(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def describe_environment() -> dict[str, str]:
+    """Return what may change the last bit of a step, beside settings, data and code."""
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cpu.instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        **({"cuda": str(torch.version.cuda), "cudnn": str(cudnn)} if cudnn else {}),
+        **{name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def read_digests(folder: Path) -> tuple[dict[int, dict[str, int]], dict[str, str]]:
+    """Return the digests by step and name that this run has kept, the newest of each step, and the
+    environment that they were last computed in. Lines that are damaged are left out."""
+    steps: dict[int, dict[str, int]] = {}
+    environment: dict[str, str] = {}
+    names: list[str] = []
+    for content in _iterate_lines(folder / DIGESTS):
+        if "names" in content:
+            names, environment = content["names"], content["environment"]
+            continue
+        rows = np.frombuffer(base64.b64decode(content["rows"]), "<i8")
+        if rows.size == len(names) * len(content["steps"]):
+            table = rows.reshape(len(content["steps"]), len(names)).tolist()
+            for step, row in zip(content["steps"], table, strict=True):
+                steps[step] = dict(zip(names, row, strict=True))
+    return steps, environment
+
+
+def _iterate_lines(folder: Path) -> Iterator[Mapping[str, Any]]:
+    for name in (FIRST, BEFORE, NEWEST):
+        with suppress(FileNotFoundError), open(folder / name, "rb") as lines:
+            for line in lines:
+                if CHECK in line and is_whole_line(line):
+                    yield json.loads(line)["digests"]

@@ -1,0 +1,114 @@
+"""A window of a run trained anew comes out the same, or what differs first is named. The run is
+only read."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.base import event_log
+from headroom.comparison import bit_differences, verification
+from headroom.data.preparation import prepare_dataset
+from headroom.device.detection import detect_best_device
+from headroom.settings.read_settings import ConfigError, dump_yaml
+from headroom.settings.run_config import RunConfig
+from headroom.training import step_digests, trainer
+from headroom.training.plan import make_plan
+
+
+def train(folder: Path, *, deterministic: bool = True, end_step: Any = None) -> Path:
+    """A run of twelve steps, as its files say it."""
+    settings = {
+        "device": {"name": "cpu"},
+        "data": {"cache": str(folder.parent / "data")},
+        "model": {"args": {"dropout": 0.2, "hidden": [8]}},
+        "train": {"max_steps": 12, "log_every": 3, "deterministic": deterministic},
+        "checkpoint": {"every": "5steps"},
+    }
+    config = RunConfig.model_validate(settings)
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_yaml(config.model_dump()))
+    with open(folder / event_log.LOG, "wb", buffering=0) as log:
+        trainer.train(
+            make_plan(config, detect_best_device("cpu"), data),
+            folder=folder,
+            log=lambda m, step: event_log.append_line(log, event_log.make_line(m, step, unix_ms=1)),
+            end_step=end_step,
+        )
+    return folder
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file): sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_an_honest_run_is_equal_and_is_only_read(tmp_path: Path) -> None:
+    run = train(tmp_path / "run")
+    before = hash_files(run)
+    found = verification.verify_run(run, begin=0)
+    assert found.difference is None and found.digest_steps == 12 and found.logged > 4
+    assert hash_files(run) == before
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bit"), [("weight/1.weight", 0), ("gradient/1.bias", 31), ("random/python", 7)]
+)
+def test_a_bit_flipped_in_the_training_anew_is_named(tmp_path: Path, tensor: str, bit: int) -> None:
+    run = train(tmp_path / "run")
+    flip = verification.Flip(7, tensor, 3, bit)
+    first = verification.verify_run(run, begin=0, flip=flip).difference
+    assert first is not None and (first.step, first.tensor) == (7, tensor)
+    assert f"one bit (bit {bit})" in first.what and first.why == verification.AS_RECORDED
+
+
+def test_a_bit_flipped_in_the_run_itself_is_named_by_its_digest(tmp_path: Path) -> None:
+    digests = step_digests.StepDigests(tmp_path / "run")
+
+    def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
+        if step == 6:
+            named = step_digests.name_tensors(state, loss)
+            bit_differences.flip_bit(named, "optimizer/means/0", 5, 2)
+        digests.end_step(state, step, loss)
+
+    run = train(tmp_path / "run", end_step=end_step)
+    digests.flush()
+    first = verification.verify_run(run, begin=0).difference
+    assert first is not None and (first.step, first.tensor) == (6, "optimizer/means/0")
+    assert first.what.startswith("one bit: bit 2 of element [0, 5]")
+    assert first.why == verification.ALIKE
+
+
+def test_a_run_without_digests_is_compared_where_it_logged(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", deterministic=False)
+    found = verification.verify_run(run, begin=0)
+    assert found.difference is None and found.digest_steps == 0 and found.logged > 4
+    flip = verification.Flip(4, "weight/1.weight", 0, 30)
+    first = verification.verify_run(run, begin=0, flip=flip).difference
+    assert first is not None and first.tensor in ("train/loss", "train/grad_norm")
+    assert first.why == verification.AS_RECORDED
+
+
+def test_it_refuses_what_it_cannot_train_anew(tmp_path: Path) -> None:
+    (tmp_path / "account").mkdir()
+    with pytest.raises(ConfigError, match="is no training of `flows.train`"):
+        verification.verify_run(tmp_path / "account")
+    run = train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="^--from: there is no checkpoint of step 4; "):
+        verification.verify_run(run, begin=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_each_single_bit_changes_the_digest_and_is_found_by_it(dtype: torch.dtype) -> None:
+    whole = torch.arange(9).to(dtype)
+    for element in (0, 8):
+        for bit in range(8 * whole.element_size()):
+            named = {"x": whole.clone()}
+            bit_differences.flip_bit(named, "x", element, bit)
+            digest = int(step_digests.compute_digest(named["x"]))
+            told = bit_differences.explain_by_one_bit(whole, digest)
+            place = f"element [{element}], ", "one of "  # of equal values, or of the highest bits
+            assert told.startswith(tuple(f"one bit: bit {bit} of {one}" for one in place)), told
