@@ -1,9 +1,8 @@
 """What becomes of it at scale, on a real MLflow on SQLite or PostgreSQL: 10,000 runs in one
-experiment, a run of a million points or of a thousand metric names, fifty trainings that begin at
-once, hundreds in a row, and 1,000 flow runs in Prefect's database. Each part is measured alone, and
-gets its section of one file in benchmarks/results.
+experiment, a run of a million points or of a thousand metric names, and fifty trainings that begin
+at once. Each part is measured alone, and gets its section of one file in benchmarks/results.
 
-`python -m benchmarks.scale runs|points|names|begin|soak|prefect [--store postgresql] [--count N]`
+`python -m benchmarks.scale runs|points|names|begin [--store postgresql] [--count N]`
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -29,15 +29,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from sqlalchemy import create_engine, text
 
 from benchmarks.conditions import RESULTS, conditions
 from benchmarks.turns import in_turns, median_ratio
+from headroom.tracking.journal import Journal
+from headroom.tracking.mlflow_pages import make_run_path
+from headroom.tracking.tracking_settings import TrackingSettings
 
 ROOT = Path(__file__).parents[1]
 FIRST = ("--train.epochs", "1", "--run.name", "first")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-TURNS = 5
+TURNS = 3
 RUNS_BAR_S, COMPARE_BAR_S, PAGE_BAR_S = 1.0, 3.0, 3.0
 # What a run has in MLflow's tables: what is another one in each copy, else it is copied. `c` is the
 # row of the copy, with its number `n` and its run `id`.
@@ -316,8 +320,147 @@ store, {median(found["none"]):.2f} s with none: the median of {TURNS} turns' rat
 (bar: no later). Load: {describe_load()}. The first run was {run}."""
 
 
+def log_points(place: Place, *, names: int, steps: int) -> Logged:
+    """Log so many metrics at each of so many steps to a run of their own, by the door that a
+    training has to MLflow and its own sending process, and wait until that has ended."""
+    where = TrackingSettings(
+        tracking_uri=place.uri,
+        artifacts=str(place.folder / "mlartifacts"),
+        runs=str(place.runs),
+        give_up_s=3600,
+        required=True,
+    )
+    name = f"{names} names, {steps} steps"
+    with Journal(where, place.runs / name.replace(", ", "-").replace(" ", "-")) as journal:
+        journal.open(None)
+        journal.create(name=name, params={}, tags={})
+        sender = psutil.Process(children_of_this()[-1])
+        metrics = [f"train/m{n:04d}" for n in range(names)]
+        began_s = time.process_time()
+        for step in range(1, steps + 1):
+            journal.log({key: step / (n + 1) for n, key in enumerate(metrics)}, step)
+        logging_s = time.process_time() - began_s
+        with watch_cpu(sender) as spent:
+            journal.close(
+                {"status": "FINISHED", "name": name, "params": {}, "tags": {}, "metrics": {}}
+            )
+        run_id, experiment_id = journal.run_id, journal.experiment_id
+    return Logged(run_id, experiment_id, logging_s, spent[-1])
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A run of many points. cpu_s: of the sending process, from its start to its end."""
+
+    run_id: str
+    experiment_id: str
+    logging_s: float  # of this process, for all log calls
+    cpu_s: float
+
+
+def children_of_this() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+@contextmanager
+def watch_cpu(process: psutil.Process) -> Iterator[list[float]]:
+    """Yield a list of the processor seconds that the process has taken, as it grows."""
+    spent = [0.0]
+    is_over = threading.Event()
+
+    def look() -> None:
+        while True:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                spent.append(times.user + times.system)
+            if is_over.wait(0.1):
+                return
+
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    yield spent
+    is_over.set()
+    watching.join()
+
+
+def measure_points(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """One run of a million points: 100 metrics."""
+    yield from measure_logged(store, 100, count // 100, kept)
+
+
+def measure_names(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """One run of a thousand names."""
+    yield from measure_logged(store, count, 100, kept)
+
+
+def measure_logged(store: str, names: int, steps: int, kept: Path | None) -> Iterator[str]:
+    """One run, logged as a training logs, and its charts in MLflow."""
+    with open_place(store, kept, f"points-{names}") as place:
+        logged = log_points(place, names=names, steps=steps)
+        asked = "SELECT count(*) FROM metrics WHERE run_uuid = :run AND key LIKE 'train/m%'"
+        found = place.query(asked, run=logged.run_id)[0][0]
+        yield f"""
+{names:,} metrics at each of {steps:,} steps: {names * steps:,} points, of which MLflow has
+{found:,}. A log call takes {1e6 * logged.logging_s / steps:,.0f} us of processor time; the sending
+process took {logged.cpu_s:.1f} s in all, with its start and its report. Load: {describe_load()}."""
+        with open_pages(place) as address:
+            base = address.partition("/#/")[0]
+            path = f"{make_run_path(logged.experiment_id, logged.run_id)}".replace(
+                "?", "/model-metrics?"
+            )
+            picture = Path(tempfile.gettempdir()) / f"scale-{names}-{store}.png"
+            took_s = measure_page(
+                base + path, lambda page: page.locator(".js-plotly-plot").first.wait_for(), picture
+            )
+        yield f"""
+The first chart of the run's page in MLflow is there after {median(took_s):.2f} s, at the least
+{min(took_s):.2f} s (bar: 1 s). Load: {describe_load()}."""
+
+
+def measure_begin(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """Trainings that begin at once, each a command of its own, on one host and one store."""
+    with open_place(store, kept, "begin") as place:
+        began_at = time.perf_counter()
+        trainings = []
+        for n in range(count):
+            words = ["--train.epochs", "1", "--run.name", f"at once {n}"]
+            with open(place.folder / f"{n}.log", "w") as log:
+                command = [sys.executable, "-m", "flows.train", *words]
+                own = {"cwd": place.folder, "env": place.env, "stdout": log, "stderr": log}
+                trainings.append(subprocess.Popen(command, **own))
+            time.sleep(max(0.0, began_at + 10 * n / count - time.perf_counter()))
+        codes = [training.wait() for training in trainings]
+        took_s = time.perf_counter() - began_at
+        asked = "SELECT status, count(*) FROM runs WHERE name LIKE 'at once %' GROUP BY status"
+        ends = ", ".join(f"{n} {status}" for status, n in place.query(asked))
+        kept_points, sent = count_points(place)
+        yield f"""
+{count} commands begun within 10 s: {codes.count(0)} ended with 0, and MLflow has {ends}. Their logs
+hold {kept_points:,} points of metrics, of which MLflow lacks {kept_points - sent:,}. It took
+{took_s:.0f} s. Load: {describe_load()}. No device was leased: this host has none but its
+processor."""
+
+
+def count_points(place: Place) -> tuple[int, int]:
+    """Return how many points the runs' logs have, and how many of these MLflow has."""
+    kept = sent = 0
+    for log in place.runs.glob("*/events.jsonl"):
+        run_id = json.loads((log.parent / "sent.json").read_text())["run_id"]
+        asked = "SELECT key, step FROM metrics WHERE run_uuid = :run"
+        there = {(key, step) for key, step in place.query(asked, run=run_id)}
+        here = set()
+        for line in log.read_text().splitlines():
+            point = json.loads(line)
+            here |= {(name, point["step"]) for name in point.get("metrics", {})}
+        kept, sent = kept + len(here), sent + len(here & there)
+    return kept, sent
+
+
 PARTS: dict[str, tuple[Callable[[str, int, Path | None], Iterator[str]], int]] = {
     "runs": (measure_runs, 10_000),
+    "points": (measure_points, 1_000_000),
+    "names": (measure_names, 1_000),
+    "begin": (measure_begin, 50),
 }
 
 
@@ -333,11 +476,12 @@ def main(argv: Sequence[str]) -> None:
     shown = []
     whole = options.count or count
     now = conditions()
+    heading = f"{options.part}, {whole:,}, on {options.store}"
     head = f"{now['processor']}, {now['memory']}; load at its start {now['load']}"
     for line in chain([head], measure(options.store, whole, options.place)):
         print(line, flush=True)
         shown += [line]
-    keep_section(f"{options.part}, {whole:,}, on {options.store}", "\n".join(shown))
+        keep_section(heading, "\n".join(shown))  # a later row may take hours
 
 
 def keep_section(heading: str, body: str) -> None:
@@ -349,7 +493,6 @@ def keep_section(heading: str, body: str) -> None:
     others = [one.strip() for one in before if one.partition("\n")[0] != heading]
     sections = [*others, f"{heading}\n\n{body.strip()}"]
     file.write_text("\n".join(title) + "\n\n## " + "\n\n## ".join(sections) + "\n")
-    print(f"\nkept in {file}")
 
 
 if __name__ == "__main__":
