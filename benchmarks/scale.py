@@ -279,7 +279,7 @@ def measure_calls(name: str, bar_s: float, call: Callable[[], Call]) -> str:
 
 def measure_runs(store: str, count: int, kept: Path | None) -> Iterator[str]:
     """10,000 runs of one kind in one experiment."""
-    with open_place(store, kept) as place, open_place(store, kept, "none") as empty:
+    with open_place(store, kept) as place:
         fill_runs(place, count)
         if len(list(place.runs.glob("*/start.json"))) < 2:
             copy_folders(place, min(count, 200))
