@@ -432,8 +432,8 @@ def measure_begin(store: str, count: int, kept: Path | None) -> Iterator[str]:
             words = ["--train.epochs", "1", "--run.name", f"at once {n}"]
             with open(place.folder / f"{n}.log", "w") as log:
                 command = [sys.executable, "-m", "flows.train", *words]
-                own = {"cwd": place.folder, "env": place.env, "stdout": log, "stderr": log}
-                trainings.append(subprocess.Popen(command, **own))
+                own: dict[str, Any] = {"cwd": place.folder, "env": place.env}
+                trainings.append(subprocess.Popen(command, stdout=log, stderr=log, **own))
             time.sleep(max(0.0, began_at + 10 * n / count - time.perf_counter()))
         codes = [training.wait() for training in trainings]
         took_s = time.perf_counter() - began_at
