@@ -329,12 +329,14 @@ later). Load: {describe_load()}."""
 def log_points(place: Place, *, names: int, steps: int) -> Logged:
     """Log so many metrics at each of so many steps to a run of their own, by the door that a
     training has to MLflow and its own sending process, and wait until that has ended."""
-    where = TrackingSettings(
-        tracking_uri=place.uri,
-        artifacts=str(place.folder / "mlartifacts"),
-        runs=str(place.runs),
-        give_up_s=3600,
-        required=True,
+    where = TrackingSettings.model_validate(
+        {
+            "tracking_uri": place.uri,
+            "artifacts": str(place.folder / "mlartifacts"),
+            "runs": str(place.runs),
+            "give_up_s": 3600,
+            "required": True,
+        }
     )
     name = f"{names} names, {steps} steps"
     with Journal(where, place.runs / name.replace(", ", "-").replace(" ", "-")) as journal:
