@@ -57,6 +57,8 @@ def clean_up(
     ends: dict[str, FlowRunEnd] = {}
     if chosen.database is None or chosen.database.is_file():
         yield from _clean_up_mlflow(chosen, ends, does=does)
+        if chosen.keep_days:
+            yield from _remove_from_mlflow(chosen, does=does)
     ends |= prefect_http.read_flow_run_ends(Path(chosen.runs))
     for api, workers in _find_servers().items():
         try:
@@ -78,18 +80,36 @@ def _clean_up_mlflow(
 
     ends: gets the flow runs that are to end.
     """
+    yield from (
+        _make_mlflow_action(answer, ends)
+        for answer in _ask("headroom.tracking.orphaned_runs", chosen, does=does)
+    )
+
+
+def _ask(module: str, chosen: TrackingSettings, *, does: bool) -> Iterator[dict[str, Any]]:
+    """Yield what that process answers, a line each; the last is a problem where it failed."""
     order = json.dumps({"where": chosen.model_dump(), "does": does})
-    with children.start_child(
-        "headroom.tracking.orphaned_runs", env={**PATIENCE, **os.environ}
-    ) as asking:
+    with children.start_child(module, env={**PATIENCE, **os.environ}) as asking:
         assert asking.stdin is not None and asking.stdout is not None
         asking.stdin.write(order)
         asking.stdin.close()
         for line in asking.stdout:
             with suppress(ValueError):  # a library that prints
-                yield _make_mlflow_action(json.loads(line), ends)
+                yield json.loads(line)
     if asking.returncode:
-        yield TidyAction("end", "runs in MLflow", f"its process ended with {asking.returncode}")
+        yield {"problem": f"its process ended with {asking.returncode}"}
+
+
+def _remove_from_mlflow(chosen: TrackingSettings, *, does: bool) -> Iterator[TidyAction]:
+    """Remove the runs that are older than mlflow.yaml lets MLflow keep them."""
+    for answer in _ask("headroom.tracking.old_runs", chosen, does=does):
+        if "name" not in answer:
+            yield TidyAction("remove", "old runs of MLflow", answer["problem"])
+            continue
+        which = f"{make_printable(answer['name'], limit=60)} ({answer['run_id'][:8]})"
+        age, size = format_seconds(answer["age_s"]), format_mebibytes(answer["size_bytes"] / MIB)
+        what = f"{which}: ended {age} ago, over keep_days of mlflow.yaml, {size} of files"
+        yield TidyAction("remove", what, answer["problem"])
 
 
 def _make_mlflow_action(answer: dict[str, Any], ends: dict[str, FlowRunEnd]) -> TidyAction:

@@ -268,6 +268,7 @@ def _make_plan(up: Mapping[str, Part]) -> service.ServicePlan:
         experiment=chosen.experiment,
         runs=[(socket.gethostname(), Path(chosen.runs))],
         addresses=addresses,
+        keep_days=chosen.keep_days,
     )
 
 

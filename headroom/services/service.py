@@ -47,9 +47,10 @@ START_S = 180.0  # a new database on a busy machine, with room to spare
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 # Prefect keeps some 300 KiB of a flow run, for ever if not told otherwise; MLflow keeps the run.
 KEPT_S = 90 * 24 * 60 * 60
+RETENTION_PERIOD = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
 RETENTION = {
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
-    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(KEPT_S),
+    RETENTION_PERIOD: str(KEPT_S),
 }
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
 PREFECT_URL, MLFLOW_URL = "HEADROOM_PREFECT_URL", "HEADROOM_MLFLOW_URL"  # where others reach them
@@ -74,6 +75,7 @@ class ServicePlan:
     experiment: str
     runs: Sequence[tuple[str, Path]]  # of the runs' journals: hosts, as the runs call them
     addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
+    keep_days: float = 0  # of mlflow.yaml
 
     @property
     def api(self) -> str:
@@ -281,6 +283,13 @@ def _wait_until_ready(
         time.sleep(0.2)
 
 
+def _make_retention(keep_days: float) -> dict[str, str]:
+    """Return how long Prefect keeps a flow run, where mlflow.yaml says so; Prefect takes no time
+    up to an hour."""
+    kept_s = max(int(keep_days * 86400), 3601)
+    return {RETENTION_PERIOD: str(kept_s)} if keep_days else {}
+
+
 def _make_environment(plan: ServicePlan) -> dict[str, str]:
     """Return the environment that the service runs with.
 
@@ -295,6 +304,7 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
     not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         **RETENTION,
+        **_make_retention(plan.keep_days),
         **kept,
         "PREFECT_API_URL": plan.api,
         **(pages if public else {}),

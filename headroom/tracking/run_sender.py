@@ -131,7 +131,8 @@ def _try_insert(path: Path, run_id: str, samples: Sequence[Sample]) -> bool:
         is_active, insert, update = _compile_statements()
     except (ImportError, AttributeError, SQLAlchemyError):  # classes of another MLflow
         return False
-    rows = [_make_row(run_id, *sample) for sample in samples]
+    # By name: the tables' indexes are, and what belongs together in them costs half of the time.
+    rows = sorted((_make_row(run_id, *sample) for sample in samples), key=itemgetter("key"))
     try:
         with closing(sqlite3.connect(path, timeout=LOCKED_S)) as opened, opened:
             if opened.execute(is_active, {"run": run_id}).fetchone() is None:

@@ -41,6 +41,7 @@ class TrackingSettings(BaseModel):
     give_up_s: float = Field(60, gt=0, le=3600)
     send_later_s: float = Field(86400, ge=0, le=30 * 86400)
     keep_runs: int = Field(200, ge=0)
+    keep_days: float = Field(0, ge=0, le=36500)
 
     @property
     def database(self) -> Path | None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,6 +303,22 @@ def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
     named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
     monkeypatch.setenv(named, "86400")
     assert service._make_environment(plan) == {**env, named: "86400"}
+
+
+def test_keep_days_of_mlflow_yaml_is_prefects_time_too(tmp_path: Path) -> None:
+    named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
+    plan = service.ServicePlan(
+        project=serve.PROJECT,
+        folder=tmp_path,
+        tracking_uri="sqlite:///here.db",
+        experiment="headroom",
+        runs=[],
+        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
+        keep_days=30,
+    )
+    assert service._make_environment(plan)[named] == str(30 * 86400)
+    brief = service._make_environment(replace(plan, keep_days=0.001))
+    assert int(brief[named]) > 3600  # Prefect takes no less
 
 
 def test_prefect_forgets_old_flow_runs_in_compose_as_with_serve() -> None:
