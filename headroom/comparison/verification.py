@@ -61,7 +61,7 @@ from headroom.training.step_digests import (
 from headroom.training.train_state import TrainState
 
 STEPS = 1000  # of a window, where nobody says how many
-LOGGED = ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/")
+LOGGED = ("train/", "val/")  # of the model; the others are of the machine
 STATE = ("model", "optimizer", "scaler")  # of a checkpoint
 # The same where both were written on the same side of the evaluation at the end of an epoch, which
 # is a matter of when the one before was on disk. Where the best weights lie depends on that too.

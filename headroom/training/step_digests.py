@@ -16,18 +16,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headroom.base.event_log import CHECK, append_line, is_whole_line, make_event
 from headroom.base.seeds import get_random_state
 from headroom.training.checkpoint_files import UnsavableState, flatten_state
-
-if TYPE_CHECKING:
-    from headroom.training.train_state import TrainState
+from headroom.training.optim import Optimizer
 
 DIGESTS = "digests"  # their folder, in that of a run
 FIRST, BEFORE, NEWEST = "first.jsonl", "before.jsonl", "newest.jsonl"
@@ -42,7 +40,14 @@ VARIABLES = (
 )
 
 
-def name_tensors(state: TrainState, loss: Tensor) -> dict[str, Tensor]:
+class Trained(Protocol):
+    """What a step changes."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def name_tensors(state: Trained, loss: Tensor) -> dict[str, Tensor]:
     """Return what a step has come to, by names in the order in which it came to be: loss,
     gradients, weights, buffers, optimizer, random numbers. The tensors are the training's own."""
     parameters = dict(state.model.named_parameters())
@@ -102,7 +107,7 @@ class StepDigests:
         self._written = ""  # the file whose head says these names
         self._is_off = False
 
-    def end_step(self, state: TrainState, step: int, loss: Tensor) -> None:
+    def end_step(self, state: Trained, step: int, loss: Tensor) -> None:
         """Take the digests of this step, which is done."""
         if self._is_off:
             return

@@ -1,6 +1,9 @@
 """A window of a run trained anew comes out the same, or what differs first is named. The run is
 only read."""
 
+import base64
+import json
+import struct
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -8,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.base import event_log
 from headroom.comparison import bit_differences, verification
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
-from headroom.settings.read_settings import ConfigError, dump_yaml
+from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.training import step_digests, trainer
 from headroom.training.plan import make_plan
+from headroom.training.trainer import train as train_plan
+from tests.run_folders import append_lines, make_event, make_line
 
 
 def train(folder: Path, *, deterministic: bool = True, end_step: Any = None) -> Path:
@@ -30,14 +33,13 @@ def train(folder: Path, *, deterministic: bool = True, end_step: Any = None) -> 
     config = RunConfig.model_validate(settings)
     data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     folder.mkdir()
-    (folder / "config.yaml").write_text(dump_yaml(config.model_dump()))
-    with open(folder / event_log.LOG, "wb", buffering=0) as log:
-        trainer.train(
-            make_plan(config, detect_best_device("cpu"), data),
-            folder=folder,
-            log=lambda m, step: event_log.append_line(log, event_log.make_line(m, step, unix_ms=1)),
-            end_step=end_step,
-        )
+    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    train_plan(
+        make_plan(config, detect_best_device("cpu"), data),
+        folder=folder,
+        log=lambda metrics, step: append_lines(folder, make_line(metrics, step, unix_ms=1)),
+        end_step=end_step,
+    )
     return folder
 
 
@@ -66,16 +68,21 @@ def test_a_bit_flipped_in_the_training_anew_is_named(tmp_path: Path, tensor: str
 
 
 def test_a_bit_flipped_in_the_run_itself_is_named_by_its_digest(tmp_path: Path) -> None:
-    digests = step_digests.StepDigests(tmp_path / "run")
+    lines = []
 
     def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
+        named = verification.name_tensors(state, loss)
         if step == 6:
-            named = step_digests.name_tensors(state, loss)
             bit_differences.flip_bit(named, "optimizer/means/0", 5, 2)
-        digests.end_step(state, step, loss)
+        row = [int(verification.compute_digest(tensor)) for tensor in named.values()]
+        rows = base64.b64encode(struct.pack(f"<{len(row)}q", *row)).decode()
+        head = {"names": [*named], "environment": {}}
+        lines.extend((head, {"steps": [step], "rows": rows}))
 
     run = train(tmp_path / "run", end_step=end_step)
-    digests.flush()
+    (run / "digests").mkdir()
+    written = [make_event("digests", content, unix_ms=1) for content in lines]
+    (run / "digests" / "first.jsonl").write_bytes(b"".join(written))
     first = verification.verify_run(run, begin=0).difference
     assert first is not None and (first.step, first.tensor) == (6, "optimizer/means/0")
     assert first.what.startswith("one bit: bit 2 of element [0, 5]")
@@ -108,7 +115,7 @@ def test_each_single_bit_changes_the_digest_and_is_found_by_it(dtype: torch.dtyp
         for bit in range(8 * whole.element_size()):
             named = {"x": whole.clone()}
             bit_differences.flip_bit(named, "x", element, bit)
-            digest = int(step_digests.compute_digest(named["x"]))
+            digest = int(verification.compute_digest(named["x"]))
             told = bit_differences.explain_by_one_bit(whole, digest)
             place = f"element [{element}], ", "one of "  # of equal values, or of the highest bits
             assert told.startswith(tuple(f"one bit: bit {bit} of {one}" for one in place)), told
