@@ -48,6 +48,7 @@ from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
+    RESUMED,
     UNSENT,
     Sender,
     SendingState,
@@ -184,7 +185,7 @@ def begin_run(
     MLflow no run.
     """
     run = _read_known_run(client, run_id) if run_id else None
-    if run is None and (folder / SENT).exists():  # whoever made it may have died then
+    if run is None and not _is_new(folder):  # whoever made it may have died then
         with suppress(ValueError):
             run = find_run(client, folder)
     if run is None:
@@ -196,6 +197,9 @@ def begin_run(
     if begin is None:
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
+    if _is_over(run, tags):
+        state.begun = begin["begun"]
+        return Sender(client, chosen, folder, state)
     _refuse_living(run, tags)
     if claim := begin.get("claim"):
         claim_run(client, run, **claim)
@@ -204,6 +208,23 @@ def begin_run(
     sender.tell_params(begin.get("params", {}))
     sender.tell_data(begin.get("data", []))
     return sender
+
+
+def _is_new(folder: Path) -> bool:
+    """Return whether the run has just begun here, so that MLflow can't have it. sent.json alone does
+    not tell: the power may have been cut before it was on the disk."""
+    begin = _read_new_begin(folder, 0)
+    if begin is None or "claim" in begin or (folder / SENT).exists():
+        return False
+    return is_going_on(folder)
+
+
+def _is_over(run: Run, tags: Mapping[str, str]) -> bool:
+    """Return whether MLflow was told of this begin, and of an end since: sent.json of before is
+    another one, where the power was cut before the newer one was on the disk."""
+    names = ("host", "pid", "process.started_at", RESUMED)
+    same = all(run.data.tags.get(name) == tags.get(name) for name in names)
+    return same and "pid" in tags and run.info.status != "RUNNING"
 
 
 def _create_run(
