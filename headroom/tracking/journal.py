@@ -437,6 +437,7 @@ class Journal:
             with self._writing:
                 self._is_ended = True
                 append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
+            os.fsync(self._log.fileno())  # else a power cut takes away what MLflow is told now
         except OSError:  # a full disk: it goes by the pipe
             end = dict(run)
         with self._telling:

@@ -48,7 +48,6 @@ from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
-    RESUMED,
     UNSENT,
     Sender,
     SendingState,
@@ -197,9 +196,6 @@ def begin_run(
     if begin is None:
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
-    if _is_over(run, tags):
-        state.begun = begin["begun"]
-        return Sender(client, chosen, folder, state)
     _refuse_living(run, tags)
     if claim := begin.get("claim"):
         claim_run(client, run, **claim)
@@ -217,14 +213,6 @@ def _is_new(folder: Path) -> bool:
     if begin is None or "claim" in begin or (folder / SENT).exists():
         return False
     return is_going_on(folder)
-
-
-def _is_over(run: Run, tags: Mapping[str, str]) -> bool:
-    """Return whether MLflow was told of this begin, and of an end since: sent.json of before is
-    another one, where the power was cut before the newer one was on the disk."""
-    names = ("host", "pid", "process.started_at", RESUMED)
-    same = all(run.data.tags.get(name) == tags.get(name) for name in names)
-    return same and "pid" in tags and run.info.status != "RUNNING"
 
 
 def _create_run(

@@ -199,7 +199,6 @@ REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 REGISTERED = "registered"  # a tag
 UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and where the rest is
-RESUMED = "resumed"  # a tag: how often the run was gone on with
 RESUMED_BY = "resumed.by."  # a tag: who went on with the run, by a mark that its folder keeps
 EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
 NOT_ARTIFACTS = (
@@ -574,11 +573,9 @@ def reopen_run(
     flow_runs = [*before.get(EARLIER, "").split(","), before.get("prefect.flow_run_id", "")]
     others = dict.fromkeys(f for f in flow_runs if f not in ("", tags.get("prefect.flow_run_id")))
     state.earlier, state.unsent = ",".join(others), ""
-    first = {k: v for k, v in {**tags, EARLIER: state.earlier}.items() if v and k != RESUMED}
-    client.log_batch(state.run_id, tags=[RunTag(k, v[:TAG_LIMIT]) for k, v in first.items()])
+    run_tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
+    client.log_batch(state.run_id, tags=run_tags)
     client.update_run(state.run_id, status="RUNNING")
-    if RESUMED in tags:  # last: where MLflow has it, a status that is no RUNNING is of an end since
-        client.set_tag(state.run_id, RESUMED, tags[RESUMED])
     sender._keep()
     return sender
 
