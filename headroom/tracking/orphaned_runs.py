@@ -60,6 +60,7 @@ from headroom.tracking.run_sender import (
 from headroom.tracking.tracking_settings import TrackingSettings
 
 DEAD = "its process was gone"
+DOUBLE = "a request that was asked again had made it, beside the run of its folder"
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     whole.unsent, whole.earlier = (run.data.tags.get(name, "") for name in (UNSENT, EARLIER))
     said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
-        return whole
+        return _begin_again(whole, run, folder)
     if is_sent(folder) and run.info.status != "RUNNING":
         return said
     whole.begun = said.begun
@@ -310,13 +311,14 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
 
 def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:
     """Return the state of which all is sent from the start, but for steps that MLflow has and the
-    log has not."""
-    here: dict[str, int] = {}
+    log has not: of a metric whose newest point is not in the log, none up to its step."""
+    points = {m.key: (m.step, m.timestamp) for m in run.data._metric_objs if m.step > ONCE}
     with suppress(FileNotFoundError), open(folder / LOG, "rb") as log:
         for batch, _ in read_metric_batches(log, 0):
-            here |= {name: step for name, _, _, step in batch}
-    newest = {metric.key: metric.step for metric in run.data._metric_objs}
-    whole.beyond = {k: step for k, step in newest.items() if step > here.get(k, ONCE)}
+            for name, _, unix_ms, step in batch:
+                if points.get(name) == (step, unix_ms):
+                    del points[name]
+    whole.beyond = {name: step for name, (step, _) in points.items()}
     if whole.beyond:  # its begin is another one, too
         whole.begun = 0
     return whole
@@ -350,6 +352,10 @@ def send_rest(sender: Sender, *, dead: str = DEAD) -> bool:
 
 
 def _send_rest(sender: Sender, dead: str) -> None:
+    if sender.held is not None and _is_double(sender):
+        sender.client.set_tag(sender.state.run_id, "end.reason", DOUBLE)
+        sender.client.set_terminated(sender.state.run_id, "KILLED")
+        return sender.client.delete_run(sender.state.run_id)
     if sender.held is not None:
         begun = begin_run(sender.client, sender.where, sender.folder, run_id=sender.state.run_id)
         sender.client, sender.state = begun.client, begun.state
@@ -383,6 +389,20 @@ def _send_rest(sender: Sender, dead: str) -> None:
     kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
     run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
+
+
+def _is_double(sender: Sender) -> bool:
+    """Return whether the run was made beside the one that its folder is sent to: MLflow's client
+    asks again where a server's answer is lost, and the server then makes another."""
+    said = _read_sent_state(sender.folder)
+    if said is None or not sender.state.run_id or said.run_id in ("", sender.state.run_id):
+        return False
+    try:
+        run = _read_known_run(sender.client, said.run_id)
+    except RunGone:
+        return False
+    is_of_folder = run.data.tags.get("journal") == sender.folder.name
+    return is_of_folder and run.info.lifecycle_stage == "active"
 
 
 def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
