@@ -39,6 +39,7 @@ from headroom.base.event_log import (
     read_logged_tags,
     read_metric_batches,
     read_metrics_before,
+    read_sent,
 )
 from headroom.base.file_lock import is_held
 from headroom.prefect import prefect_http
@@ -100,7 +101,7 @@ def send_left_runs(
                 yield left
     for sender in _find_dead_runs(client, chosen, experiments):
         if sender.has_folder and (
-            sender.folder in found
+            (sender.folder in found and not _is_other(sender))
             or is_held(sender.folder / SENDING_LOCK)
             or is_going_on(sender.folder)
         ):
@@ -394,15 +395,19 @@ def _send_rest(sender: Sender, dead: str) -> None:
 def _is_double(sender: Sender) -> bool:
     """Return whether the run was made beside the one that its folder is sent to: MLflow's client
     asks again where a server's answer is lost, and the server then makes another."""
-    said = _read_sent_state(sender.folder)
-    if said is None or not sender.state.run_id or said.run_id in ("", sender.state.run_id):
+    if not sender.state.run_id or not _is_other(sender):
         return False
     try:
-        run = _read_known_run(sender.client, said.run_id)
+        run = _read_known_run(sender.client, read_sent(sender.folder)["run_id"])
     except RunGone:
         return False
     is_of_folder = run.data.tags.get("journal") == sender.folder.name
     return is_of_folder and run.info.lifecycle_stage == "active"
+
+
+def _is_other(sender: Sender) -> bool:
+    """Return whether its folder is sent to another run than its own."""
+    return read_sent(sender.folder).get("run_id", "") not in ("", sender.state.run_id)
 
 
 def _append_end(folder: Path, run: Mapping[str, Any]) -> None:

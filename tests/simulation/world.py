@@ -23,6 +23,7 @@ BLOCK = 64  # bytes of the disk that are written at once
 ROOM = 1 << 40
 CRASHES = (OSError, MlflowException)
 EPOCH_S = 1_700_000_000.0
+AGAIN_S = 2.0  # until a process may have the number of one that is gone
 BOOT_S = 20.0  # that a host takes after the power is back
 
 
@@ -122,6 +123,7 @@ class World:
         self.met: list[Fault] = []
         self.is_healthy = False  # no more faults
         self.processes: dict[int, Process] = {}
+        self.ended: dict[int, float] = {}  # by number, when it was free again
         self.tasks: list[Task] = []
         self.now: Task | None = None
         self.failure: BaseException | None = None
@@ -143,7 +145,9 @@ class World:
     def begin(self, kind: str, call: Callable[[], None], **files: Any) -> Process:
         """Begin a process. Its number may be that of one that is gone."""
         pid = next(
-            p for p in iter(lambda: self.drawn.randint(100, 140), None) if p not in self.processes
+            p
+            for p in iter(lambda: self.drawn.randint(100, 160), None)
+            if p not in self.processes and self.mono - self.ended.get(p, 0.0) > AGAIN_S
         )
         process = Process(pid, kind, self.mono)
         self.processes[pid] = process
@@ -170,6 +174,7 @@ class World:
             return
         process.is_dead, process.code = True, code
         self.processes.pop(process.pid, None)
+        self.ended[process.pid] = self.mono
         for file in list(process.files.values()):
             file.release()
         process.files.clear()
@@ -450,7 +455,7 @@ class World:
         self._tear(self.root)
         self.sync()
         self.mono += BOOT_S
-        self.boot = self.mono - 5
+        self.boot = self.mono - self.drawn.uniform(5, 15)
         for call in self.on_power:
             call()
 
