@@ -10,12 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.simulation import stand_ins
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -206,35 +202,33 @@ MUTANTS = (
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Let the function be the mutant; on the stage, so that it calls the stand-ins."""
-    module_name, _, path = mutant.where.partition(":")
-    module = importlib.import_module(module_name)
-    owner: Any = module
-    *classes, name = path.split(".")
-    for part in classes:
-        owner = getattr(owner, part)
-    raw = vars(owner)[name]
-    function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    function = getattr(function, "__wrapped__", function)
-    source = textwrap.dedent(inspect.getsource(function))
-    changed = source.replace(textwrap.dedent(mutant.old) if not classes else _unindent(mutant.old), (
-        textwrap.dedent(mutant.new) if not classes else _unindent(mutant.new)
-    ))
-    assert changed != source, f"{mutant.name}: {mutant.where} has no such text"
+    """Let the function be the mutant, for all who call it."""
+    function, changed = find_function(mutant.where), make_source(mutant)
     made: dict[str, Any] = {}
-    exec(compile(f"from __future__ import annotations\n{changed}", mutant.where, "exec"), vars(module), made)
-    one = made[name]
-    setattr(owner, name, one)
-    code, function_code = one, function
-    assert code and function_code
+    code = compile(f"from __future__ import annotations\n{changed}", mutant.where, "exec")
+    exec(code, function.__globals__, made)
+    before = function.__code__
+    one = made[function.__name__]
+    function.__code__ = getattr(one, "__func__", one).__code__
     try:
         yield
     finally:
-        setattr(owner, name, raw)
+        function.__code__ = before
 
 
-def _unindent(text: str) -> str:
-    return "".join(line.removeprefix("    ") for line in text.splitlines(keepends=True))
+def find_function(where: str) -> Any:
+    """Return the function of that name, without what wraps it."""
+    module, _, path = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = vars(found)[part]
+    return inspect.unwrap(getattr(found, "__func__", found))
 
 
-assert stand_ins
+def make_source(mutant: Mutant) -> str:
+    """Return the function's source with the other text. Raises ValueError where the text is not
+    there once: what it was planted in has changed."""
+    source = inspect.getsource(find_function(mutant.where))
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.where} has its text {source.count(mutant.old)}x")
+    return textwrap.dedent(source.replace(mutant.old, mutant.new))
