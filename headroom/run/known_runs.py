@@ -33,6 +33,7 @@ from headroom.base.event_log import (
     read_json,
     read_log_ends,
     read_sent,
+    write_to_disk,
 )
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
@@ -75,12 +76,7 @@ class RunStart:
         MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
         marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
         marked.write(folder)
-        for place in (folder / START, folder):  # else a power cut takes away what MLflow keeps
-            opened = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+        write_to_disk(folder / START, folder)  # else it would lack what MLflow keeps
         return marked
 
     def mark_as_retry(self, before: RunStart | None) -> RunStart:

@@ -117,9 +117,12 @@ def play_many(first: int, histories: int, processes: int) -> Played:
 
 def hunt(mutant: Mutant, *, first: int, most: int) -> tuple[int, str]:
     """Return after how many histories the mutant was found, and how; 0 where it was not."""
-    with stage(), planted(mutant):
+    with stage():
         for count in range(most):
-            if failure := find_failure(History.draw(first + count)):
+            history = History.draw(first + count)
+            with planted(mutant):
+                failure = find_failure(history)
+            if failure and not find_failure(history):
                 return count + 1, failure
     return 0, ""
 

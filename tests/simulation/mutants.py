@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "the mark of a resume is not on the disk",
         "headroom.run.known_runs:RunStart.mark_resume",
-        "                os.fsync(opened)\n",
-        "                pass\n",
+        "        write_to_disk(folder / START, folder)  # else it would lack what MLflow keeps\n",
+        "",
         "after a power cut a folder takes itself for a copy, and its points are never sent",
     ),
     Mutant(

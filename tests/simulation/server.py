@@ -190,7 +190,7 @@ class Client:
     def update_run(self, run_id: str, status: str | None = None, name: str | None = None) -> None:
         def do() -> None:
             run = self._get_active(run_id)
-            run.status, run.end_ms = status or run.status, None
+            run.status = status or run.status
 
         self._server.ask(do)
 
