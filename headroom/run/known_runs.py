@@ -69,6 +69,7 @@ class RunStart:
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
         half.write_text(json.dumps(asdict(self)))
+        write_to_disk(half)  # else a power cut may leave an empty file, without its marks
         half.rename(folder / START)
 
     def mark_resume(self, folder: Path) -> RunStart:
@@ -76,7 +77,7 @@ class RunStart:
         MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
         marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
         marked.write(folder)
-        write_to_disk(folder / START, folder)  # else it would lack what MLflow keeps
+        write_to_disk(folder)  # else it would lack what MLflow keeps
         return marked
 
     def mark_as_retry(self, before: RunStart | None) -> RunStart:

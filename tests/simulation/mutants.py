@@ -177,9 +177,9 @@ MUTANTS = (
         "a power cut makes a finished run a killed one",
     ),
     Mutant(
-        "the mark of a resume is not on the disk",
-        "headroom.run.known_runs:RunStart.mark_resume",
-        "        write_to_disk(folder / START, folder)  # else it would lack what MLflow keeps\n",
+        "start.json gets its name before it is on the disk",
+        "headroom.run.known_runs:RunStart.write",
+        "        write_to_disk(half)  # else a power cut may leave an empty file, without its marks\n",
         "",
         "after a power cut a folder takes itself for a copy, and its points are never sent",
     ),
