@@ -123,11 +123,11 @@ class Path(PurePosixPath):
     def unlink(self, missing_ok: bool = False) -> None:
         here = world()
         here.touch("rename")
-        parent, name = here.split(str(self))
-        if name not in parent.names:
+        if here.find(str(self)) is None:
             if missing_ok:
                 return
             raise _error(errno.ENOENT, self)
+        parent, name = here.split(str(self))
         here.set_name(parent, name, None)
         here.done()
 
@@ -139,9 +139,10 @@ class Path(PurePosixPath):
         if node is None:
             raise _error(errno.ENOENT, self)
         to_parent, to_name = here.split(str(target))
-        here.set_name(to_parent, to_name, node)
-        here.set_name(parent, name, None)
-        here.done()
+        if to_parent.names.get(to_name) is not node:
+            here.set_name(to_parent, to_name, node)
+            here.set_name(parent, name, None)
+            here.done()
         return Path(str(target))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
