@@ -221,6 +221,9 @@ class Journal:
         try:
             self._append_begin(event, start)
         except OSError as error:
+            if self._log is not None:
+                self._forget()
+            self._earlier_ids = {}  # another run may begin, in another folder
             raise TrackingError(self._describe_refusal(error)) from None
         if is_away:
             self._note_away(answer["away"])

@@ -184,6 +184,14 @@ MUTANTS = (
         "after a power cut a folder takes itself for a copy, and its points are never sent",
     ),
     Mutant(
+        "a run that could not be gone on with is not let go of",
+        "headroom.tracking.journal:Journal._begin",
+        "            if self._log is not None:\n                self._forget()\n"
+        "            self._earlier_ids = {}  # another run may begin, in another folder\n",
+        "",
+        "on a full disk a new run is told as the old one",
+    ),
+    Mutant(
         "a batch ends in mid-line",
         "headroom.base.event_log:read_metric_batches",
         '        if offset >= until or not line.endswith(b"\\n"):\n',

@@ -62,6 +62,24 @@ ONCE_BROKEN = {
         switch=0.0,
         resumes_at_last=True,
     ),
+    "a power cut took start.json, and its folder took itself for a copy: nothing was sent": History(
+        seed=200592,
+        starts=(
+            Start(key="", points=8, pause_s=3.0, keeps_every=1),
+            Start(key="", by="checkpoint", points=7, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        faults=(Fault("server", 32, "lost"), Fault("server", 38, "power")),
+        switch=0.0,
+    ),
+    "a full disk let no run be gone on with, and the new one was told as the old one": History(
+        seed=400225,
+        starts=(
+            Start(key="k", points=8, pause_s=0.0, keeps_every=1),
+            Start(key="k", by="late", points=1, pause_s=0.0, keeps_every=1, ends="fails", device=True),
+        ),
+        faults=(Fault("any", 386, "full", 72), Fault("any", 403, "room")),
+        switch=0.0,
+    ),
 }
 
 
