@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos clean
+.PHONY: help setup train test test-all test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos simulate clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -19,6 +19,7 @@ help:
 	@echo 'make site         the pages as a site that needs no network, in site/'
 	@echo 'make bench        the benchmarks'
 	@echo 'make chaos        trainings and runs killed, damaged, doubled by the hundred: an hour'
+	@echo 'make simulate     a million simulated histories of the record: a night; ARGS="--histories 20000", ARGS=--mutants'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready
@@ -121,6 +122,9 @@ mutants: .venv/.mutants
 
 chaos: .venv/.ready
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+simulate: .venv/.ready
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 # What turns the sources; nothing else needs it.
 .venv/.mutants: .venv/.ready

@@ -293,6 +293,8 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
         return _begin_again(whole, run, folder)
     if is_sent(folder) and run.info.status != "RUNNING":
         return said
+    if not _is_line_end(folder / LOG, said.begun):  # another log, in place of one that was lost
+        return _begin_again(whole, run, folder)
     whole.begun = said.begun
     with suppress(MlflowException):
         if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
@@ -308,6 +310,14 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     whole.beyond = said.beyond
     whole.offset, whole.damaged = said.offset, said.damaged
     return whole
+
+
+def _is_line_end(log: Path, offset: int) -> bool:
+    """Return whether a line of the log ends there, or it is the begin."""
+    with suppress(OSError), open(log, "rb") as lines:
+        lines.seek(max(0, offset - 1))
+        return not offset or lines.read(1) == b"\n"
+    return False
 
 
 def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:

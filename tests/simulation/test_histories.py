@@ -71,6 +71,15 @@ ONCE_BROKEN = {
         faults=(Fault("server", 32, "lost"), Fault("server", 38, "power")),
         switch=0.0,
     ),
+    "a power cut took the log, and of the one that grew in its place nothing was sent": History(
+        seed=502011,
+        starts=(
+            Start(key="k", points=1, pause_s=3.0, keeps_every=1),
+            Start(key="k", points=5, pause_s=0.0, keeps_every=1),
+        ),
+        faults=(Fault("server", 6, "power"),),
+        switch=0.1,
+    ),
     "a full disk let no run be gone on with, and the new one was told as the old one": History(
         seed=400225,
         starts=(
