@@ -200,7 +200,9 @@ def begin_run(
     tags = begin["tags"]
     _refuse_living(run, tags)
     if claim := begin.get("claim"):
-        claim_run(client, run, **claim)
+        marks = _read_marks(folder)  # the log may have lost a later begin, with the newest of them
+        known = claim["marks"][-1] in marks
+        claim_run(client, run, marks=marks if known else claim["marks"], by=claim["by"])
     how = {"state": state, "folder": folder, "tags": tags, "begun": begin["begun"]}
     sender = reopen_run(client, chosen, **how)
     sender.tell_params(begin.get("params", {}))
@@ -432,8 +434,14 @@ def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
 def _is_other_copy(folder: Path, run: Run) -> bool:
     """Return whether another copy of the folder went on with its run since."""
     with suppress(TypeError):
-        return bool(find_other_copy(run, read_json(folder / START).get("marks", [])))
+        return bool(find_other_copy(run, _read_marks(folder)))
     return False
+
+
+def _read_marks(folder: Path) -> list[str]:
+    """Return the marks of the times that this folder went on, the newest last."""
+    marks: list[str] = read_json(folder / START).get("marks", [])
+    return marks
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:

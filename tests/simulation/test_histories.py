@@ -80,6 +80,16 @@ ONCE_BROKEN = {
         faults=(Fault("server", 6, "power"),),
         switch=0.1,
     ),
+    "a power cut took the newest begin, and its mark was taken for another copy's": History(
+        seed=700865,
+        starts=(
+            Start(key="k", points=1, pause_s=0.0, keeps_every=1, ends="stops"),
+            Start(key="k", points=5, pause_s=3.0, keeps_every=1, waits=False),
+            Start(key="k", by="late", points=4, pause_s=3.0, keeps_every=1),
+        ),
+        faults=(Fault("server", 12, "kill after"), Fault("any", 849, "power")),
+        switch=0.0,
+    ),
     "a full disk let no run be gone on with, and the new one was told as the old one": History(
         seed=400225,
         starts=(
