@@ -76,9 +76,7 @@ def find_failure(history: History) -> str:
 def explain(seed: int, failure: str) -> str:
     """Return the failure with its seed and the shortest history that fails the same way."""
     kind = _make_kind(failure)
-    shortest = shrink(
-        History.draw(seed), lambda history: _make_kind(find_failure(history)) == kind
-    )
+    shortest = shrink(History.draw(seed), lambda history: _make_kind(find_failure(history)) == kind)
     return (
         f"seed {seed}: {failure}\nThe shortest history that fails too:\n{shortest}\n"
         f"  {find_failure(shortest)}\nPlay it again with --seed {seed} --histories 1"

@@ -308,9 +308,7 @@ class Play:
 
     def __init__(self, history: History) -> None:
         self.history = history
-        self.world = World(
-            history.seed, history.faults, switch=history.switch, lies=history.lies
-        )
+        self.world = World(history.seed, history.faults, switch=history.switch, lies=history.lies)
         self.server = Server(self.world)
         self.client = Client(self.server)
         self.truth = Truth()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-
 @dataclass(frozen=True)
 class Mutant:
     """A text of a function that is another one, and what that costs."""

@@ -146,9 +146,7 @@ class Client:
     def get_run(self, run_id: str) -> Any:
         return self._server.ask(lambda: self._get(run_id).describe())
 
-    def log_batch(
-        self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()
-    ) -> None:
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
         def do() -> None:
             run = self._get_active(run_id)
             for param in params:

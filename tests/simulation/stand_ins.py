@@ -112,9 +112,7 @@ class Path(PurePosixPath):
         return self.read_bytes().decode()
 
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
-        file = _open_node(
-            str(self), real_os.O_WRONLY | real_os.O_CREAT | real_os.O_TRUNC, 0o644
-        )
+        file = _open_node(str(self), real_os.O_WRONLY | real_os.O_CREAT | real_os.O_TRUNC, 0o644)
         data = text.encode()
         while data:
             data = data[file.write(data) :]
@@ -784,9 +782,7 @@ STAND_INS: dict[str, Any] = {
 
 
 @contextmanager
-def installed(
-    modules: list[ModuleType], more: dict[ModuleType, dict[str, Any]]
-) -> Iterator[None]:
+def installed(modules: list[ModuleType], more: dict[ModuleType, dict[str, Any]]) -> Iterator[None]:
     """Let these modules call the stand-ins. more: what some of them get beside, by name."""
     before: list[tuple[ModuleType, str, Any]] = []
     missing = object()

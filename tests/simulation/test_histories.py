@@ -94,7 +94,9 @@ ONCE_BROKEN = {
         seed=400225,
         starts=(
             Start(key="k", points=8, pause_s=0.0, keeps_every=1),
-            Start(key="k", by="late", points=1, pause_s=0.0, keeps_every=1, ends="fails", device=True),
+            Start(
+                key="k", by="late", points=1, pause_s=0.0, keeps_every=1, ends="fails", device=True
+            ),
         ),
         faults=(Fault("any", 386, "full", 72), Fault("any", 403, "room")),
         switch=0.0,

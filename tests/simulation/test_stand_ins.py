@@ -48,7 +48,11 @@ def _ask_all(client: Any, experiment: str) -> list[Any]:
     run = ask(lambda: client.create_run(experiment, 1000, TAGS, "a"))
     other = ask(lambda: client.create_run(experiment, 2000, TAGS, "b"))
     id, late = run.info.run_id, other.info.run_id
-    points = [Metric("loss", 1.0, 5000, 1), Metric("loss", 2.0, 6000, 2), Metric("lr", 3.0, 5000, 1)]
+    points = [
+        Metric("loss", 1.0, 5000, 1),
+        Metric("loss", 2.0, 6000, 2),
+        Metric("lr", 3.0, 5000, 1),
+    ]
     for metrics in (points, points, [Metric("loss", 9.0, 7000, 1)], [Metric("loss", 2.5, 6000, 2)]):
         ask(lambda metrics=metrics: client.log_batch(id, metrics=metrics))  # type: ignore[misc]
         ask(lambda: client.get_run(id))
