@@ -219,8 +219,8 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_to_disk(*places: Path) -> None:
-    """Wait until these files and folders are on the disk: a power cut takes away what is not. Raises
-    OSError."""
+    """Wait until these files and folders are on the disk: a power cut takes away what is not.
+    Raises OSError."""
     for place in places:
         opened = os.open(place, os.O_RDONLY)
         try:

@@ -211,8 +211,8 @@ def begin_run(
 
 
 def _is_new(folder: Path) -> bool:
-    """Return whether the run has just begun here, so that MLflow can't have it. sent.json alone does
-    not tell: the power may have been cut before it was on the disk."""
+    """Return whether the run has just begun here, so that MLflow can't have it. sent.json alone
+    does not tell: the power may have been cut before it was on the disk."""
     begin = _read_new_begin(folder, 0)
     if begin is None or "claim" in begin or (folder / SENT).exists():
         return False

@@ -178,7 +178,8 @@ MUTANTS = (
     Mutant(
         "start.json gets its name before it is on the disk",
         "headroom.run.known_runs:RunStart.write",
-        "        write_to_disk(half)  # else a power cut may leave an empty file, without its marks\n",
+        "        write_to_disk(half)"
+        "  # else a power cut may leave an empty file, without its marks\n",
         "",
         "after a power cut a folder takes itself for a copy, and its points are never sent",
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -89,10 +90,8 @@ class Server:
         answer = call()
         here.done()
         if fault == "twice":
-            try:
+            with suppress(MlflowException):
                 answer = call()
-            except MlflowException:
-                pass
         elif fault == "lost":
             raise make_away(ChunkedEncodingError("the connection was closed"))
         return answer
