@@ -409,6 +409,8 @@ def _is_double(sender: Sender) -> bool:
     asks again where a server's answer is lost, and the server then makes another."""
     if not sender.state.run_id or not _is_other(sender):
         return False
+    if sender.client.get_run(sender.state.run_id).data.metrics:  # what was measured stays
+        return False
     try:
         run = _read_known_run(sender.client, read_sent(sender.folder)["run_id"])
     except RunGone:
