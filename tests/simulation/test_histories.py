@@ -7,7 +7,7 @@ from tests.simulation.__main__ import explain, find_failure, play_seeds
 from tests.simulation.histories import History, Start, Sweep, stage
 from tests.simulation.world import Fault
 
-HALF = 10_000
+HALF = 300
 
 
 def test_nothing_is_lost_doubled_falsely_ended_or_stuck() -> None:
@@ -15,7 +15,7 @@ def test_nothing_is_lost_doubled_falsely_ended_or_stuck() -> None:
         played = play_seeds(range(HALF))
         assert played.seed is None, explain(played.seed, played.failure)
     assert played.histories == HALF
-    assert min(played.faults.values()) > HALF // 200, played.faults  # each kind befell many
+    assert min(played.faults.values()) > HALF // 100, played.faults  # each kind befell many
 
 
 # What the simulation found: the shortest history of each, and what was wrong.
