@@ -306,7 +306,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     except (OSError, ValueError, TypeError) as error:
         print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
         return _begin_again(whole, run, folder)
-    if any(run.data.metrics.get(name) != value for name, value in before.items()):
+    if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
         # It is not the newest that MLflow holds: less was sent, or more.
         return _begin_again(whole, run, folder)
     whole.beyond = said.beyond
