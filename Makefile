@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-python test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos pins sbom advisories clean
+.PHONY: help setup train test test-all test-python test-cuda test-ui lint docs site ui serve serve-down bench mutants chaos simulate pins sbom advisories clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -23,6 +23,7 @@ help:
 	@echo 'make pins         the hashes of all that is installed, written anew after a change of constraints.txt'
 	@echo 'make advisories   known advisories of what is pinned, as the package index has them'
 	@echo 'make sbom         the wheel in dist/, and the list of what it is made of (CycloneDX)'
+	@echo 'make simulate     a million simulated histories of the record: a night; ARGS="--histories 20000", ARGS=--mutants'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready
@@ -128,6 +129,9 @@ mutants: .venv/.mutants
 
 chaos: .venv/.ready
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+simulate: .venv/.ready
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 # What turns the sources; nothing else needs it.
 .venv/.mutants: .venv/.ready

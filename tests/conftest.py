@@ -42,6 +42,8 @@ SLOW = (
     "flows/test_team",
     "launch/test_processes",
     "test_chaos",
+    "simulation/test_histories",
+    "simulation/test_more_histories",
     "flows/test_compare",
     "flows/test_judge",
     "flows/test_memory_as_a_test",

@@ -256,7 +256,13 @@ def _find_room_of_test(file: Path) -> str:
     return f"headroom.{folders[0]}" if folders else ""
 
 
-TESTS = [file for file in FILES if file.is_relative_to(ROOT / "tests")]
+# It plays the record's modules of several rooms together, and replaces what they call.
+SIMULATION = ROOT / "tests" / "simulation"
+TESTS = [
+    file
+    for file in FILES
+    if file.is_relative_to(ROOT / "tests") and not file.is_relative_to(SIMULATION)
+]
 
 
 @pytest.mark.parametrize("file", TESTS, ids=_id)

@@ -33,6 +33,7 @@ from headroom.base.event_log import (
     read_json,
     read_log_ends,
     read_sent,
+    write_to_disk,
 )
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
@@ -68,6 +69,7 @@ class RunStart:
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
         half.write_text(json.dumps(asdict(self)))
+        write_to_disk(half)  # else a power cut may leave an empty file, without its marks
         half.rename(folder / START)
 
     def mark_resume(self, folder: Path) -> RunStart:
@@ -75,12 +77,7 @@ class RunStart:
         MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
         marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
         marked.write(folder)
-        for place in (folder / START, folder):  # else a power cut takes away what MLflow keeps
-            opened = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+        write_to_disk(folder)  # else it would lack what MLflow keeps
         return marked
 
     def mark_as_retry(self, before: RunStart | None) -> RunStart:

@@ -221,6 +221,9 @@ class Journal:
         try:
             self._append_begin(event, start)
         except OSError as error:
+            if self._log is not None:
+                self._forget()
+            self._earlier_ids = {}  # another run may begin, in another folder
             raise TrackingError(self._describe_refusal(error)) from None
         if is_away:
             self._note_away(answer["away"])
@@ -437,6 +440,7 @@ class Journal:
             with self._writing:
                 self._is_ended = True
                 append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
+            os.fsync(self._log.fileno())  # else a power cut takes away what MLflow is told now
         except OSError:  # a full disk: it goes by the pipe
             end = dict(run)
         with self._telling:

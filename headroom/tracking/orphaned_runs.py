@@ -39,6 +39,7 @@ from headroom.base.event_log import (
     read_logged_tags,
     read_metric_batches,
     read_metrics_before,
+    read_sent,
 )
 from headroom.base.file_lock import is_held
 from headroom.prefect import prefect_http
@@ -60,6 +61,7 @@ from headroom.tracking.run_sender import (
 from headroom.tracking.tracking_settings import TrackingSettings
 
 DEAD = "its process was gone"
+DOUBLE = "a request that was asked again had made it, beside the run of its folder"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def send_left_runs(
                 yield left
     for sender in _find_dead_runs(client, chosen, experiments):
         if sender.has_folder and (
-            sender.folder in found
+            (sender.folder in found and not _is_other(sender))
             or is_held(sender.folder / SENDING_LOCK)
             or is_going_on(sender.folder)
         ):
@@ -184,7 +186,7 @@ def begin_run(
     MLflow no run.
     """
     run = _read_known_run(client, run_id) if run_id else None
-    if run is None and (folder / SENT).exists():  # whoever made it may have died then
+    if run is None and not _is_new(folder):  # whoever made it may have died then
         with suppress(ValueError):
             run = find_run(client, folder)
     if run is None:
@@ -198,12 +200,23 @@ def begin_run(
     tags = begin["tags"]
     _refuse_living(run, tags)
     if claim := begin.get("claim"):
-        claim_run(client, run, **claim)
+        marks = _read_marks(folder)  # the log may have lost a later begin, with the newest of them
+        known = claim["marks"][-1] in marks
+        claim_run(client, run, marks=marks if known else claim["marks"], by=claim["by"])
     how = {"state": state, "folder": folder, "tags": tags, "begun": begin["begun"]}
     sender = reopen_run(client, chosen, **how)
     sender.tell_params(begin.get("params", {}))
     sender.tell_data(begin.get("data", []))
     return sender
+
+
+def _is_new(folder: Path) -> bool:
+    """Return whether the run has just begun here, so that MLflow can't have it. sent.json alone
+    does not tell: the power may have been cut before it was on the disk."""
+    begin = _read_new_begin(folder, 0)
+    if begin is None or "claim" in begin or (folder / SENT).exists():
+        return False
+    return is_going_on(folder)
 
 
 def _create_run(
@@ -279,9 +292,11 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     whole.unsent, whole.earlier = (run.data.tags.get(name, "") for name in (UNSENT, EARLIER))
     said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
-        return whole
+        return _begin_again(whole, run, folder)
     if is_sent(folder) and run.info.status != "RUNNING":
         return said
+    if not _is_line_end(folder / LOG, said.begun):  # another log, in place of one that was lost
+        return _begin_again(whole, run, folder)
     whole.begun = said.begun
     with suppress(MlflowException):
         if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
@@ -291,7 +306,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     except (OSError, ValueError, TypeError) as error:
         print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
         return _begin_again(whole, run, folder)
-    if any(run.data.metrics.get(name) != value for name, value in before.items()):
+    if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
         # It is not the newest that MLflow holds: less was sent, or more.
         return _begin_again(whole, run, folder)
     whole.beyond = said.beyond
@@ -299,15 +314,24 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     return whole
 
 
+def _is_line_end(log: Path, offset: int) -> bool:
+    """Return whether a line of the log ends there, or it is the begin."""
+    with suppress(OSError), open(log, "rb") as lines:
+        lines.seek(max(0, offset - 1))
+        return not offset or lines.read(1) == b"\n"
+    return False
+
+
 def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:
     """Return the state of which all is sent from the start, but for steps that MLflow has and the
-    log has not."""
-    here: dict[str, int] = {}
+    log has not: of a metric whose newest point is not in the log, none up to its step."""
+    points = {m.key: (m.step, m.timestamp) for m in run.data._metric_objs if m.step > ONCE}
     with suppress(FileNotFoundError), open(folder / LOG, "rb") as log:
         for batch, _ in read_metric_batches(log, 0):
-            here |= {name: step for name, _, _, step in batch}
-    newest = {metric.key: metric.step for metric in run.data._metric_objs}
-    whole.beyond = {k: step for k, step in newest.items() if step > here.get(k, ONCE)}
+            for name, _, unix_ms, step in batch:
+                if points.get(name) == (step, unix_ms):
+                    del points[name]
+    whole.beyond = {name: step for name, (step, _) in points.items()}
     if whole.beyond:  # its begin is another one, too
         whole.begun = 0
     return whole
@@ -341,6 +365,10 @@ def send_rest(sender: Sender, *, dead: str = DEAD) -> bool:
 
 
 def _send_rest(sender: Sender, dead: str) -> None:
+    if sender.held is not None and _is_double(sender):
+        sender.client.set_tag(sender.state.run_id, "end.reason", DOUBLE)
+        sender.client.set_terminated(sender.state.run_id, "KILLED")
+        return sender.client.delete_run(sender.state.run_id)
     if sender.held is not None:
         begun = begin_run(sender.client, sender.where, sender.folder, run_id=sender.state.run_id)
         sender.client, sender.state = begun.client, begun.state
@@ -376,6 +404,26 @@ def _send_rest(sender: Sender, dead: str) -> None:
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
 
 
+def _is_double(sender: Sender) -> bool:
+    """Return whether the run was made beside the one that its folder is sent to: MLflow's client
+    asks again where a server's answer is lost, and the server then makes another."""
+    if not sender.state.run_id or not _is_other(sender):
+        return False
+    if sender.client.get_run(sender.state.run_id).data.metrics:  # what was measured stays
+        return False
+    try:
+        run = _read_known_run(sender.client, read_sent(sender.folder)["run_id"])
+    except RunGone:
+        return False
+    is_of_folder = run.data.tags.get("journal") == sender.folder.name
+    return is_of_folder and run.info.lifecycle_stage == "active"
+
+
+def _is_other(sender: Sender) -> bool:
+    """Return whether its folder is sent to another run than its own."""
+    return read_sent(sender.folder).get("run_id", "") not in ("", sender.state.run_id)
+
+
 def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
     """Let the log say how the run ended, whose process could not; who looks at the folder learns
     it too. The time of the file stays that of the process's last line."""
@@ -388,8 +436,14 @@ def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
 def _is_other_copy(folder: Path, run: Run) -> bool:
     """Return whether another copy of the folder went on with its run since."""
     with suppress(TypeError):
-        return bool(find_other_copy(run, read_json(folder / START).get("marks", [])))
+        return bool(find_other_copy(run, _read_marks(folder)))
     return False
+
+
+def _read_marks(folder: Path) -> list[str]:
+    """Return the marks of the times that this folder went on, the newest last."""
+    marks: list[str] = read_json(folder / START).get("marks", [])
+    return marks
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:

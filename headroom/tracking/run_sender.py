@@ -43,6 +43,7 @@ from headroom.base.event_log import (
     read_log_ends,
     read_metric_batches,
     read_series,
+    write_to_disk,
 )
 from headroom.base.file_lock import FileLock
 from headroom.device.telemetry import Telemetry
@@ -515,6 +516,8 @@ def create_run(
     sender.tell_data(data)
     sender.state.begun = begun
     sender._keep()
+    with suppress(OSError):  # a request that was asked again may have made another one
+        write_to_disk(folder / SENT, folder)
     return sender
 
 

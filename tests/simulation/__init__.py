@@ -1,0 +1,1 @@
+"""A deterministic simulation of the record: see histories.py."""
