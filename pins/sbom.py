@@ -94,6 +94,7 @@ def _build_wheel(python: str, folder: Path) -> Path:
     command = [python, "-m", "pip", "--quiet", "wheel", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
     subprocess.run(command, check=True)
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # a next wheel would hold what is left there
     return max(folder.glob("headroom-*.whl"), key=lambda file: file.stat().st_mtime)
 
 
