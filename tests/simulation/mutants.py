@@ -170,8 +170,7 @@ MUTANTS = (
     Mutant(
         "the end is not on the disk when MLflow is told",
         "headroom.tracking.journal:Journal.close",
-        "            os.fsync(self._log.fileno())"
-        "  # else a power cut takes away what MLflow is told now\n",
+        "            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)\n",
         "",
         "a power cut makes a finished run a killed one",
     ),

@@ -101,6 +101,15 @@ ONCE_BROKEN = {
         faults=(Fault("any", 386, "full", 72), Fault("any", 403, "room")),
         switch=0.0,
     ),
+    "a power cut took the name of a log whose end was on the disk": History(
+        seed=10386,
+        starts=(
+            Start(key="", points=3, pause_s=3.0, keeps_every=1, waits=False),
+            Start(key="k", points=1, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        faults=(Fault("server", 28, "power"), Fault("server", 8, "away", 400.0)),
+        switch=0.1,
+    ),
 }
 
 
