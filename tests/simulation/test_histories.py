@@ -110,6 +110,26 @@ ONCE_BROKEN = {
         faults=(Fault("server", 28, "power"), Fault("server", 8, "away", 400.0)),
         switch=0.1,
     ),
+    "who asked for a sweep was killed, and what sweeps took nothing for an order": History(
+        seed=18821,
+        starts=(
+            Start(points=6, pause_s=0.0, keeps_every=1, waits=False),
+            Start(points=1, pause_s=3.0, keeps_every=1, waits=False),
+        ),
+        sweeps=(Sweep(at_s=0.7331279505908517),),
+        faults=(Fault("any", 335, "kill"),),
+        switch=0.0,
+    ),
+    "a power cut took steps, and the time of the start alone was compared with MLflow's": History(
+        seed=21213,
+        starts=(
+            Start(points=3, pause_s=0.0, keeps_every=1, ends="fails", waits=False),
+            Start(after_s=40.0, beside=True, points=8, pause_s=3.0, keeps_every=1, ends="left"),
+            Start(points=8, pause_s=0.0, keeps_every=1),
+        ),
+        faults=(Fault("rename", 38, "power"),),
+        switch=0.0,
+    ),
 }
 
 
