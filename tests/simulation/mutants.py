@@ -163,7 +163,7 @@ MUTANTS = (
         "a run that was taken back stays",
         "headroom.tracking.mlflow_sender:Session.take_back",
         '            self.client.set_terminated(run_id, "KILLED")'
-        "  # nobody looks for its process then\n            self.client.delete_run(run_id)\n",
+        "  # nobody looks for its process then\n            self._delete_run(run_id)\n",
         "",
         "an empty run says RUNNING for ever",
     ),
