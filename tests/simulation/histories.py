@@ -182,6 +182,7 @@ class Truth:
     given_up: set[str] = field(default_factory=set)  # folders whose run was taken back
     cut: set[str] = field(default_factory=set)  # folders that a power loss has met
     earlier: dict[str, set[str]] = field(default_factory=dict)  # ends that were told before
+    begins: dict[str, int] = field(default_factory=dict)  # how often each began, or went on
 
 
 class SimulatedRecording(Recording):
@@ -233,6 +234,7 @@ class SimulatedRecording(Recording):
         if other is not None and not other.is_dead:
             raise Broken(f"{name} is trained twice at once")
         truth.training[name] = me
+        truth.begins[name] = truth.begins.get(name, 0) + 1
         step = claim.step
         for count in range(1, start.points + 1):
             step += 1
@@ -496,6 +498,7 @@ class Play:
             lost = [at for at, v in points.items() if there.get(at) != v]
             if lost:
                 wrong.append(f"{name} lacks {len(lost)} of {len(points)}: {sorted(lost)[:4]}")
+        wrong += self._judge_logs()
         with played_in(self.world):
             for name in ("k", "other"):
                 with suppress(ConfigError), resume.lock_key(Path(RUNS), name):
@@ -511,6 +514,28 @@ class Play:
                 wrong.append("a lock is held by nobody")
         if wrong:
             raise Broken("; ".join(wrong))
+
+    def _judge_logs(self) -> list[str]:
+        """Return what is wrong with the logs. A power cut may take any of it, and on a full disk
+        an end goes to MLflow alone; half a line is left by who is killed while it writes."""
+        befell = {fault.what for fault in self.world.met}
+        if "power" in befell:
+            return []
+        wrong = []
+        with played_in(self.world):
+            for name, count in self.truth.begins.items():
+                folder = Path(RUNS, name)
+                if name in self.truth.given_up or self.world.find(str(folder)) is None:
+                    continue
+                if (there := len(event_log.read_begins(folder / event_log.LOG, 0))) < count:
+                    wrong.append(f"the log of {name} says {there} begins of {count}")
+                status = event_log.read_end(folder).get("status")
+                if "full" not in befell and status not in self.truth.ends[name]:
+                    wrong.append(f"the log of {name} says {status} at its end")
+        for run in self.server.runs.values():
+            if "journal.damaged_lines" in run.tags and "kill in it" not in befell:
+                wrong.append(f"{run.run_id} says that lines of its log are damaged")
+        return wrong
 
     def _walk(self, node: Any) -> Iterator[Any]:
         yield node
