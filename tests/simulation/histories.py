@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +106,9 @@ class History:
         for fault in [f for f in faults if f.what == "full" and drawn.random() < 0.5]:
             nth = fault.nth + drawn.randint(1, 60)
             faults.append(Fault(fault.at, nth, "room"))
+        if seed % CROWD == CROWD - 1:
+            starts = _draw_crowd(drawn)
+            faults.append(Fault("lock", drawn.randint(1, 120), "kill"))
         return cls(
             seed,
             starts,
@@ -117,6 +120,30 @@ class History:
             switch=drawn.choice((0.0, 0.02, 0.1, 0.4)),
             resumes_at_last=drawn.random() < 0.5,
         )
+
+
+CROWD = 20  # one history of so many is of trainings that want the same at once
+
+
+def _draw_crowd(drawn: random.Random) -> tuple[Start, ...]:
+    """Return starts that want one key, one run's folder or one device."""
+    wants = drawn.choice(("key", "folder", "device"))
+    starts = []
+    for _ in range(drawn.randint(3, 6)):
+        how = {
+            "key": {"after_s": drawn.choice((0.0, drawn.uniform(0, 0.05))), "pause_s": 0.0},
+            "folder": {
+                "after_s": drawn.choice((0.0, 1.0, 2.0)),
+                "pause_s": 0.5,
+                "by": "checkpoint",
+                "points": 6,
+            },
+            "device": {"after_s": drawn.uniform(0, 1), "pause_s": 0.5, "device": True},
+        }[wants]
+        one = Start(beside=True, key="k" if wants == "key" else "", points=2, keeps_every=1)
+        ends = drawn.choice(("done", "fails"))
+        starts.append(replace(one, **{"ends": ends, "waits": False, **how}))  # type: ignore[arg-type]
+    return tuple(starts)
 
 
 def _draw_start(drawn: random.Random, index: int) -> Start:
