@@ -84,7 +84,9 @@ def read_metric_batches(
 
 
 def read_metrics_before(log: Path, offset: int) -> dict[str, float]:
-    """Return the metrics of the last line of metrics before this offset; empty where there is none.
+    """Return the metrics of the last line of metrics before this offset, and of the last that is
+    of a step: a run may end with what it has once, which says nothing of its steps. Empty where
+    there is none.
 
     Raises OSError or ValueError where no line ends at this offset, or where the last is damaged.
     """
@@ -94,13 +96,16 @@ def read_metrics_before(log: Path, offset: int) -> dict[str, float]:
         before = lines.read(offset - begin)
     if len(before) != offset - begin or not before.endswith(b"\n"):
         raise ValueError(f"no line ends at byte {offset}")
+    newest: dict[str, float] = {}
     try:
         for line in reversed(before[:-1].split(b"\n")):
-            if metrics := _parse_line(line + b"\n")[2]:
-                return metrics
+            _, step, metrics = _parse_line(line + b"\n")
+            newest = newest or metrics
+            if step != ONCE:
+                return {**metrics, **newest}
     except _DAMAGE as error:
         raise ValueError(f"the line that ends at byte {offset} is damaged") from error
-    return {}
+    return newest
 
 
 def read_log_ends(log: Path) -> tuple[list[Line], list[Line]]:

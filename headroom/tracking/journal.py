@@ -45,6 +45,7 @@ from headroom.base.event_log import (
     read_sent,
     remove_folder,
     summarize_log,
+    write_to_disk,
 )
 from headroom.process import children
 from headroom.process.redaction import redact
@@ -440,7 +441,8 @@ class Journal:
             with self._writing:
                 self._is_ended = True
                 append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
-            os.fsync(self._log.fileno())  # else a power cut takes away what MLflow is told now
+            # Else a power cut takes away what MLflow is told now, or the name of where it is.
+            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)
         except OSError:  # a full disk: it goes by the pipe
             end = dict(run)
         with self._telling:

@@ -110,12 +110,22 @@ class Session:
             self.sender.telemetry.close()
             run_id = self.sender.state.run_id
             self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
-            self.client.delete_run(run_id)
+            self._delete_run(run_id)
         if self.held is not None:
             self.held.close()
         self.system = self.sender = self.held = None
         self.is_patient, self.opened_at, self.gate_of = False, math.inf, ""
         return {}
+
+    def _delete_run(self, run_id: str) -> None:
+        """Delete the run. Where only the answer was lost it is deleted, and can't be gone on with:
+        MLflow is asked. Raises what MLflow raises."""
+        assert self.client is not None
+        try:
+            self.client.delete_run(run_id)
+        except MlflowException:
+            if self.client.get_run(run_id).info.lifecycle_stage != "deleted":
+                raise
 
     def _answer_for(self, to: str, call: Callable[[], dict[str, Any]]) -> None:
         """Answer with what the call returns, or with why it can't: the training process has to

@@ -467,7 +467,9 @@ def _describe_run(sender: Sender) -> dict[str, str]:
 
 def main() -> None:
     """Print each run that was left as a line of JSON, and end it where `does` is asked for."""
-    order = json.load(sys.stdin)
+    if not (asked := sys.stdin.read()):  # who asked was killed before
+        return
+    order = json.loads(asked)
     chosen = TrackingSettings(**order["where"])
     try:
         client = MlflowClient(chosen.tracking_uri)

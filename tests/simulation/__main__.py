@@ -113,16 +113,30 @@ def play_many(first: int, histories: int, processes: int) -> Played:
     return total
 
 
-def hunt(mutant: Mutant, *, first: int, most: int) -> tuple[int, str]:
-    """Return after how many histories the mutant was found, and how; 0 where it was not."""
+@dataclass
+class Hunt:
+    """How a mutant was found."""
+
+    count: int = 0  # the histories that it took; 0: it was not found
+    failure: str = ""
+    skipped: list[int] = field(default_factory=list)  # seeds that fail without it, too
+
+
+def hunt(mutant: Mutant, *, first: int, most: int) -> Hunt:
+    """Play up to so many histories with the mutant, up to one that fails by it alone."""
+    hunted = Hunt()
     with stage():
-        for count in range(most):
-            history = History.draw(first + count)
+        for seed in range(first, first + most):
+            history = History.draw(seed)
             with planted(mutant):
                 failure = find_failure(history)
-            if failure and not find_failure(history):
-                return count + 1, failure
-    return 0, ""
+            if not failure:
+                continue
+            if not find_failure(history):
+                hunted.count, hunted.failure = seed - first + 1, failure
+                break
+            hunted.skipped.append(seed)
+    return hunted
 
 
 def main(words: Sequence[str]) -> int:
@@ -159,9 +173,12 @@ def hunt_all(first: int, processes: int) -> int:
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         call = partial(hunt, first=first, most=MOST_OF_A_MUTANT)
         found = 0
-        for mutant, (count, failure) in zip(MUTANTS, pool.imap(call, MUTANTS), strict=True):
-            found += count > 0
-            print(f"{count or 'NOT FOUND':>9}  {mutant.name}: {failure[:90]}", flush=True)
+        for mutant, hunted in zip(MUTANTS, pool.imap(call, MUTANTS), strict=True):
+            found += hunted.count > 0
+            print(f"{hunted.count or 'NOT FOUND':>9}  {mutant.name}: {hunted.failure[:90]}")
+            if hunted.skipped:
+                print(f"{'':>9}  left out, since they fail without it: {hunted.skipped}")
+            sys.stdout.flush()
     print(f"{found} of {len(MUTANTS)} found")
     return 0 if found >= len(MUTANTS) - 1 else 1
 

@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +106,9 @@ class History:
         for fault in [f for f in faults if f.what == "full" and drawn.random() < 0.5]:
             nth = fault.nth + drawn.randint(1, 60)
             faults.append(Fault(fault.at, nth, "room"))
+        if seed % CROWD == CROWD - 1:
+            starts = _draw_crowd(drawn)
+            faults.append(Fault("lock", drawn.randint(1, 120), "kill"))
         return cls(
             seed,
             starts,
@@ -117,6 +120,30 @@ class History:
             switch=drawn.choice((0.0, 0.02, 0.1, 0.4)),
             resumes_at_last=drawn.random() < 0.5,
         )
+
+
+CROWD = 20  # one history of so many is of trainings that want the same at once
+
+
+def _draw_crowd(drawn: random.Random) -> tuple[Start, ...]:
+    """Return starts that want one key, one run's folder or one device."""
+    wants = drawn.choice(("key", "folder", "device"))
+    starts = []
+    for _ in range(drawn.randint(3, 6)):
+        how = {
+            "key": {"after_s": drawn.choice((0.0, drawn.uniform(0, 0.05))), "pause_s": 0.0},
+            "folder": {
+                "after_s": drawn.choice((0.0, 1.0, 2.0)),
+                "pause_s": 0.5,
+                "by": "checkpoint",
+                "points": 6,
+            },
+            "device": {"after_s": drawn.uniform(0, 1), "pause_s": 0.5, "device": True},
+        }[wants]
+        one = Start(beside=True, key="k" if wants == "key" else "", points=2, keeps_every=1)
+        ends = drawn.choice(("done", "fails"))
+        starts.append(replace(one, **{"ends": ends, "waits": False, **how}))  # type: ignore[arg-type]
+    return tuple(starts)
 
 
 def _draw_start(drawn: random.Random, index: int) -> Start:
@@ -182,6 +209,7 @@ class Truth:
     given_up: set[str] = field(default_factory=set)  # folders whose run was taken back
     cut: set[str] = field(default_factory=set)  # folders that a power loss has met
     earlier: dict[str, set[str]] = field(default_factory=dict)  # ends that were told before
+    begins: dict[str, int] = field(default_factory=dict)  # how often each began, or went on
 
 
 class SimulatedRecording(Recording):
@@ -233,6 +261,7 @@ class SimulatedRecording(Recording):
         if other is not None and not other.is_dead:
             raise Broken(f"{name} is trained twice at once")
         truth.training[name] = me
+        truth.begins[name] = truth.begins.get(name, 0) + 1
         step = claim.step
         for count in range(1, start.points + 1):
             step += 1
@@ -496,6 +525,7 @@ class Play:
             lost = [at for at, v in points.items() if there.get(at) != v]
             if lost:
                 wrong.append(f"{name} lacks {len(lost)} of {len(points)}: {sorted(lost)[:4]}")
+        wrong += self._judge_logs()
         with played_in(self.world):
             for name in ("k", "other"):
                 with suppress(ConfigError), resume.lock_key(Path(RUNS), name):
@@ -511,6 +541,28 @@ class Play:
                 wrong.append("a lock is held by nobody")
         if wrong:
             raise Broken("; ".join(wrong))
+
+    def _judge_logs(self) -> list[str]:
+        """Return what is wrong with the logs. A power cut may take any of it, and on a full disk
+        an end goes to MLflow alone; half a line is left by who is killed while it writes."""
+        befell = {fault.what for fault in self.world.met}
+        if "power" in befell:
+            return []
+        wrong = []
+        with played_in(self.world):
+            for name, count in self.truth.begins.items():
+                folder = Path(RUNS, name)
+                if name in self.truth.given_up or self.world.find(str(folder)) is None:
+                    continue
+                if (there := len(event_log.read_begins(folder / event_log.LOG, 0))) < count:
+                    wrong.append(f"the log of {name} says {there} begins of {count}")
+                status = event_log.read_end(folder).get("status")
+                if "full" not in befell and status not in self.truth.ends[name]:
+                    wrong.append(f"the log of {name} says {status} at its end")
+        for run in self.server.runs.values():
+            if "journal.damaged_lines" in run.tags and "kill in it" not in befell:
+                wrong.append(f"{run.run_id} says that lines of its log are damaged")
+        return wrong
 
     def _walk(self, node: Any) -> Iterator[Any]:
         yield node

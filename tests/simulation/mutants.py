@@ -163,15 +163,14 @@ MUTANTS = (
         "a run that was taken back stays",
         "headroom.tracking.mlflow_sender:Session.take_back",
         '            self.client.set_terminated(run_id, "KILLED")'
-        "  # nobody looks for its process then\n            self.client.delete_run(run_id)\n",
+        "  # nobody looks for its process then\n            self._delete_run(run_id)\n",
         "",
         "an empty run says RUNNING for ever",
     ),
     Mutant(
         "the end is not on the disk when MLflow is told",
         "headroom.tracking.journal:Journal.close",
-        "            os.fsync(self._log.fileno())"
-        "  # else a power cut takes away what MLflow is told now\n",
+        "            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)\n",
         "",
         "a power cut makes a finished run a killed one",
     ),
