@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import platform
 import random
@@ -28,6 +29,8 @@ from headroom.base.event_log import CHECK, append_line, is_whole_line, make_even
 from headroom.base.seeds import get_random_state
 from headroom.training.checkpoint_files import UnsavableState, flatten_state
 from headroom.training.optim import Optimizer
+
+log = logging.getLogger(__name__)
 
 DIGESTS = "digests"  # their folder, in that of a run
 FIRST, BEFORE, NEWEST = "first.jsonl", "before.jsonl", "newest.jsonl"
@@ -91,7 +94,8 @@ def compute_digests(tensors: Sequence[Tensor]) -> Tensor:
     order: list[int] = []
     large: list[Tensor] = []
     for i, tensor in enumerate(tensors):
-        if tensor.dtype in SIDE_BY_SIDE and 0 < tensor.numel() <= MOST_SMALL:
+        is_plain = tensor.dtype in SIDE_BY_SIDE and not tensor.is_sparse
+        if is_plain and 0 < tensor.numel() <= MOST_SMALL:
             small.setdefault(tensor.dtype, []).append(i)
         else:
             order.append(i)
@@ -200,8 +204,9 @@ class StepDigests:
         self._steps, self._rows = [], []
         try:
             self._append(content)
-        except OSError:
+        except OSError as error:
             self._is_off = True
+            log.warning("digests of steps: %s; the training goes on without them", error)
 
     def _append(self, content: dict[str, Any]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
