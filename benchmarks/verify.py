@@ -121,7 +121,8 @@ def main(words: list[str]) -> None:
 def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
     yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`."
-    yield f"- Processes at once: {AT_ONCE}; what digests cost is measured after them, each second step with."
+    yield f"- Processes at once: {AT_ONCE}; what digests cost is measured after them, each second "
+    yield "  step with."
     yield "- named: step, tensor and bit are those that were planted (the element is not checked)."
     yield ""
     yield "| | runs | right | wrong |"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,8 +42,12 @@ def main(argv: Sequence[str]) -> int:
 
         flip = None if options.flip is None else _parse_flip(options.flip)
         found = verify_run(Path(run.folder), begin=options.begin, steps=options.steps, flip=flip)
-    except (ConfigError, TrackingError, ValueError) as error:
+    except (ConfigError, TrackingError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
+        return 2
+    except Exception as error:  # 1 would say that something differs
+        traceback.print_exc()
+        print(f"not verified: trained anew, it failed: {type(error).__name__}", file=sys.stderr)
         return 2
     if options.json:
         print_answer(
@@ -121,7 +126,7 @@ def _describe_compared(found: Verification) -> list[str]:
         lines.append(
             f"the whole checkpoint of step {found.state_step:,}: {found.state_tensors} tensors"
         )
-    return lines or ["Nothing was recorded within this window: nothing was compared."]
+    return lines
 
 
 def _describe_limits(found: Verification) -> list[str]:

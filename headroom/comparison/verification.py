@@ -170,7 +170,15 @@ def choose_window(recorded: Recorded, begin: int | None, steps: int) -> tuple[in
         )
     if begin >= last:
         raise ConfigError(f"--from: nothing is recorded behind step {begin:,}; choose 0")
-    return begin, min(last, begin + steps)
+    end = min(last, begin + steps)
+    known = {*recorded.digests, *(step for _, step in recorded.logged)}
+    if end not in recorded.kept and not any(begin < step <= end for step in known):
+        first = min(step for step in (*known, *recorded.kept) if step > end)
+        raise ConfigError(
+            f"--steps: nothing was recorded of the steps {begin + 1:,} to {end:,}: nothing to "
+            f"compare with; choose {first - begin:,} or more"
+        )
+    return begin, end
 
 
 @dataclass

@@ -109,6 +109,8 @@ def test_it_refuses_what_it_cannot_train_anew(tmp_path: Path) -> None:
     run = train(tmp_path / "run")
     with pytest.raises(ConfigError, match="^--from: there is no checkpoint of step 4; "):
         verification.verify_run(run, begin=4)
+    with pytest.raises(ConfigError, match="^--steps: nothing was recorded .* choose 3 or more"):
+        verification.verify_run(train(tmp_path / "other", deterministic=False), begin=0, steps=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
