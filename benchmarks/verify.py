@@ -37,7 +37,7 @@ from headroom.training.train_state import TrainState
 
 RUNS = 100  # honest ones, and as many with a flipped bit
 STEPS = 30  # of each at most
-AT_ONCE = 4  # processes
+AT_ONCE = 1  # processes
 WAYS: dict[str, dict[str, Any]] = {
     "mlp": {},
     "dropout": {"model": {"args": {"dropout": 0.3}}},
@@ -121,7 +121,8 @@ def main(words: list[str]) -> None:
 def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
     yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`."
-    yield f"- {AT_ONCE} processes at once; what digests cost is measured after them."
+    yield f"- Processes at once: {AT_ONCE}; what digests cost is measured after them, each second "
+    yield "  step with."
     yield "- named: step, tensor and bit are those that were planted (the element is not checked)."
     yield ""
     yield "| | runs | right | wrong |"

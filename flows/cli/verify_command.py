@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable
+from headroom.process import signals
 from headroom.process.redaction import redact_output
 from headroom.run.known_runs import KnownRun, find_called_runs, find_newest_run, list_known_runs
 from headroom.settings.read_settings import ConfigError
@@ -40,10 +42,20 @@ def main(argv: Sequence[str]) -> int:
         from headroom.comparison.verification import verify_run  # imports PyTorch
 
         flip = None if options.flip is None else _parse_flip(options.flip)
+        signals.enable_signal_exceptions()  # from here on a folder is to be removed
         found = verify_run(Path(run.folder), begin=options.begin, steps=options.steps, flip=flip)
-    except (ConfigError, TrackingError, ValueError) as error:
+    except (ConfigError, TrackingError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except (KeyboardInterrupt, SystemExit):  # a signal
+        print(signals.describe_signal(), file=sys.stderr)
+        return signals.find_exit_code() or 130
+    except Exception as error:  # 1 would say that something differs
+        traceback.print_exc()
+        print(f"not verified: trained anew, it failed: {type(error).__name__}", file=sys.stderr)
+        return 2
+    finally:
+        signals.disable_signal_exceptions()
     if options.json:
         print_answer(
             {
@@ -121,7 +133,7 @@ def _describe_compared(found: Verification) -> list[str]:
         lines.append(
             f"the whole checkpoint of step {found.state_step:,}: {found.state_tensors} tensors"
         )
-    return lines or ["Nothing was recorded within this window: nothing was compared."]
+    return lines
 
 
 def _describe_limits(found: Verification) -> list[str]:

@@ -65,24 +65,20 @@ def explain_by_one_bit(now: Tensor, digest: int) -> str:
     """Return in words which bit of the tensor, flipped, gives that digest; empty where none does.
     To take another one's for it has a chance of one in 2**64 for each bit that there is."""
     now = now.detach().cpu()
-    words = view_words(now)
-    width = (now.numel() * now.element_size()) // max(1, words.numel())  # bytes of a word
-    bits = 8 * width  # of a word
+    size, words = view_words(now)
     missing = torch.tensor(digest) - compute_digest(now)
-    for bit in range(bits):
+    for bit in range(64):
         # int64 wraps around, as the digest does.
         one = torch.tensor(1, dtype=torch.int64) << bit
-        is_set = (words >> bit) & 1
-        change = torch.where(is_set == 1, -one, one)
-        if bit == bits - 1 and width in (2, 4):
-            change = -change  # the sign bit of a word counts down; a byte has none
+        change = torch.where((words >> bit) & 1 == 1, -one, one)
         gives = change * OF_SUM + (2 * words + change) * change * OF_SQUARES
         (places,) = torch.nonzero(gives == missing, as_tuple=True)
+        places = places[places * 64 + bit < size * 8]  # not of the zeros behind the last
         if len(places) > 1:  # of the highest bits, and of equal values, the digest knows no place
-            which = (int(places[0]) * width * 8 + bit) % (8 * now.element_size())
+            which = (int(places[0]) * 64 + bit) % (8 * now.element_size())
             return f"one bit: bit {which} of one of {len(places):,} elements"
         if len(places):
-            return _name_bit(now, int(places[0]) * width * 8 + bit)
+            return _name_bit(now, int(places[0]) * 64 + bit)
     return ""
 
 

@@ -34,9 +34,11 @@ from headroom.launch.placement import count_processes
 from headroom.settings.read_settings import (
     ConfigError,
     check_imports,
+    collect_params,
     override_config,
     resolve_config,
     restore_config_secrets,
+    select_params,
 )
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
@@ -66,6 +68,8 @@ STATE = ("model", "optimizer", "scaler")  # of a checkpoint
 # The same where both were written on the same side of the evaluation at the end of an epoch, which
 # is a matter of when the one before was on disk. Where the best weights lie depends on that too.
 BESIDE = ("random", "schedule", "rows")
+OF_STEPS = ("data.", "model.", "optim.", "train.")  # settings that a step depends on, but for:
+ELSEWHERE = ("data.path", "data.cache", "data.memory_mib", "data.target_transform", "train.end")
 AS_RECORDED = "trained a second time here, it came out as in the run: the first time differs"
 ALIKE = "trained twice here, it came out the same both times: the run itself differs"
 OTHERWISE = "trained twice here, it came out otherwise each time"
@@ -170,7 +174,15 @@ def choose_window(recorded: Recorded, begin: int | None, steps: int) -> tuple[in
         )
     if begin >= last:
         raise ConfigError(f"--from: nothing is recorded behind step {begin:,}; choose 0")
-    return begin, min(last, begin + steps)
+    end = min(last, begin + steps)
+    known = {*recorded.digests, *(step for _, step in recorded.logged)}
+    if end not in recorded.kept and not any(begin < step <= end for step in known):
+        first = min(step for step in (*known, *recorded.kept) if step > end)
+        raise ConfigError(
+            f"--steps: nothing was recorded of the steps {begin + 1:,} to {end:,}: nothing to "
+            f"compare with; choose {first - begin:,} or more"
+        )
+    return begin, end
 
 
 @dataclass
@@ -301,6 +313,7 @@ def verify_run(
     begin, end = choose_window(recorded, begin, steps)
     config = restore_config_secrets(resolve_config(str(folder / "config.yaml"), {}))
     config = override_config(config, {"train.end": None, "memory.snapshot": False})
+    _refuse_other_settings(recorded, begin, config)
     check_imports(config)
     leases = Leases(
         find_lease_folder(),
@@ -336,6 +349,32 @@ def verify_run(
 def _show_waiting(reason: str) -> None:
     if reason:
         print(f"waiting for a device: {reason}", file=sys.stderr, flush=True)
+
+
+def _refuse_other_settings(recorded: Recorded, begin: int, config: RunConfig) -> None:
+    """Raise ConfigError for a window of before the run was gone on with, where settings were
+    changed then: those of each time between are not kept."""
+    log = recorded.folder / LOG
+    begins = read_begins(log, 0)
+    if len(begins) < 2:
+        return
+    with open(log, "rb") as lines:
+        batches = read_metric_batches(lines, 0, begun=begins[-2][1])
+        gone_on = max((step for batch, _ in batches for *_, step in batch), default=0)
+    then = begins[0][0].get("params") or {}
+    now = select_params(collect_params(config))
+    changed = [
+        f"{name} was {then.get(name, 'not set')} and is {now.get(name, 'not set')}"
+        for name in sorted(then.keys() | now.keys())
+        if name.startswith(OF_STEPS) and name not in ELSEWHERE and then.get(name) != now.get(name)
+    ]
+    if then and changed and begin < gone_on:
+        later = [step for step in recorded.kept if gone_on <= step < recorded.find_last_step()]
+        remedy = f"choose --from {later[0]}" if later else "no checkpoint is kept from there on"
+        raise ConfigError(
+            f"--from: the run was gone on with at step {gone_on:,} with other settings "
+            f"({', '.join(changed)}), so what lies before can't be trained anew; {remedy}"
+        )
 
 
 def _refuse_other_data(recorded: Recorded, data: DataFacts) -> None:
@@ -496,12 +535,6 @@ def _list_changes(again: _Retraining) -> Iterator[str]:
         if then and here and then != here and not is_told:
             yield f"{name} was {make_printable(then, limit=60)} and is {here}"
     yield from _list_changed_code(again)
-    begins = [content for content, _ in read_begins(recorded.folder / LOG, 0)]
-    if len(begins) > 1:
-        first, last = (dict(begins[i].get("params") or {}) for i in (0, -1))
-        for name in sorted(first.keys() & last.keys()):
-            if first[name] != last[name]:
-                yield f"{name} was {first[name]} before the run was gone on with, and {last[name]}"
 
 
 def _list_changed_code(again: _Retraining) -> Iterator[str]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import platform
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from itertools import accumulate, chain, compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,13 +30,23 @@ from headroom.base.seeds import get_random_state
 from headroom.training.checkpoint_files import UnsavableState, flatten_state
 from headroom.training.optim import Optimizer
 
+log = logging.getLogger(__name__)
+
 DIGESTS = "digests"  # their folder, in that of a run
 FIRST, BEFORE, NEWEST = "first.jsonl", "before.jsonl", "newest.jsonl"
 MOST_BYTES = 16 * 2**20  # of each of these files
 FLUSH_STEPS = 64
 # The first is odd and the second even: a flip of bit k changes the sum by an odd multiple of 2**k.
 OF_SUM, OF_SQUARES = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1E
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+SIDE_BY_SIDE = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+)
+MOST_SMALL = 2**16  # elements
 VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     *("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -74,25 +87,77 @@ def _join(keys: Any, rest: Any) -> np.ndarray:
 
 
 @torch.no_grad()
+def compute_digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the digest of each of these tensors of one device, in a row on it. Small ones are laid
+    side by side and taken at once: one by one, the calls would take longer than the work."""
+    small: dict[torch.dtype, list[int]] = {}
+    order: list[int] = []
+    large: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        is_plain = tensor.dtype in SIDE_BY_SIDE and not tensor.is_sparse
+        if is_plain and 0 < tensor.numel() <= MOST_SMALL:
+            small.setdefault(tensor.dtype, []).append(i)
+        else:
+            order.append(i)
+            large.append(compute_digest(tensor))
+    rows = [torch.stack(large)] if large else []
+    if small:
+        rows.append(_digest_side_by_side([[tensors[i] for i in of] for of in small.values()]))
+    order += chain.from_iterable(small.values())
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return torch.cat(rows)[_send(back, tensors[0].device)]
+
+
+def _digest_side_by_side(types: list[list[Tensor]]) -> Tensor:
+    """Return the digests of tensors that are not empty, those of one type after another."""
+    sizes = [tensor.nbytes for tensors in types for tensor in tensors]
+    words = [_lay_side_by_side(tensors) for tensors in types]
+    mixed = torch.cat([words[0].new_zeros(1), *words])
+    mixed.mul_(mixed * OF_SQUARES + OF_SUM)
+    ends = (0, *accumulate(-(-size // 8) for size in sizes))
+    device = mixed.device
+    return mixed.cumsum_(0)[_send(ends, device)].diff() + _send(tuple(sizes), device)
+
+
+def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:
+    """Return the words of 8 bytes of tensors of one type; zeros fill up the last of each."""
+    in_word = 8 // tensors[0].element_size()
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        parts.append(tensor.reshape(-1))
+        if short := -tensor.numel() % in_word:
+            parts.append(tensor.new_zeros(short))
+    return torch.cat(parts).view(torch.int64)
+
+
+@lru_cache(maxsize=64)
+def _send(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return these numbers on a device; sent again at each step they would make it wait."""
+    return torch.tensor(numbers, device=device)
+
+
+@torch.no_grad()
 def compute_digest(tensor: Tensor) -> Tensor:
     """Return 64 bits of a tensor, as an int64 on its device: of its bits, read as whole numbers x
-    of up to 8 bytes, a sum of x and of x squared. It never waits for the device."""
-    words = view_words(tensor)
+    of 8 bytes, a sum of x and of x squared, and its size. It never waits for the device."""
+    size, words = view_words(tensor)
     squares = torch.dot(words, words) if words.device.type == "cpu" else (words * words).sum()
-    return words.sum() * OF_SUM + squares * OF_SQUARES + words.numel()
+    return words.sum() * OF_SUM + squares * OF_SQUARES + size
 
 
-def view_words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as whole numbers, as wide as its size and place allow."""
+def view_words(tensor: Tensor) -> tuple[int, Tensor]:
+    """Return how many bytes a tensor has, and these as whole numbers of 8 bytes each; behind the
+    last stand zeros."""
     if tensor.is_sparse:  # a gradient of an embedding
         tensor = tensor.coalesce().values()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = tensor.detach().contiguous().reshape(-1)
-    size = flat.numel() * flat.element_size()
-    width = next(width for width in WORDS if size % width == 0)
-    if flat.storage_offset() * flat.element_size() % width:
-        flat = flat.clone()  # a view of wider words has to begin at one
-    return flat.view(torch.uint8).view(WORDS[width]).to(torch.int64)
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    size = octets.numel()
+    if size % 8:
+        octets = torch.cat([octets, octets.new_zeros(-size % 8)])
+    elif octets.storage_offset() % 8:
+        octets = octets.clone()  # a view of wider words has to begin at one
+    return size, octets.view(torch.int64)
 
 
 class StepDigests:
@@ -115,15 +180,14 @@ class StepDigests:
         if self._names != [*named]:
             self.flush()
             self._names, self._written = [*named], ""
-        digests = [compute_digest(tensor) for tensor in named.values()]
+        is_there = [tensor.device == loss.device for tensor in named.values()]
         # Sent to the device, those of the host would make it wait.
-        self._is_there = np.array([digest.device == loss.device for digest in digests])
         parts = (
-            [d for d in digests if d.device == loss.device],
-            [d for d in digests if d.device != loss.device],
+            [*compress(named.values(), map(place.__eq__, is_there))] for place in (True, False)
         )
+        self._is_there = np.array(is_there)
         self._steps.append(step)
-        self._rows.append([torch.stack(part) for part in parts if part])
+        self._rows.append([compute_digests(part) for part in parts if part])
         if len(self._steps) >= FLUSH_STEPS:
             self.flush()
 
@@ -140,8 +204,9 @@ class StepDigests:
         self._steps, self._rows = [], []
         try:
             self._append(content)
-        except OSError:
+        except OSError as error:
             self._is_off = True
+            log.warning("digests of steps: %s; the training goes on without them", error)
 
     def _append(self, content: dict[str, Any]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
