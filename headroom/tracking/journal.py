@@ -441,10 +441,11 @@ class Journal:
             with self._writing:
                 self._is_ended = True
                 append_line(self._log, make_event(END, run, unix_ms=int(time() * 1000)))
-            # Else a power cut takes away what MLflow is told now, or the name of where it is.
-            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)
         except OSError:  # a full disk: it goes by the pipe
             end = dict(run)
+        with suppress(OSError):  # where a folder can't be waited for, as of some mounts
+            # Else a power cut takes away what MLflow is told now, or the name of where it is.
+            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)
         with self._telling:
             self._unkept_end = end
             self._wake()
