@@ -235,7 +235,7 @@ def _measure(path: Path) -> int:
 def describe_environment() -> dict[str, str]:
     """Return what may change the last bit of a step, beside settings, data and code."""
     cudnn = None
-    with suppress(RuntimeError):  # one that does not go with PyTorch
+    with suppress(RuntimeError):  # one that does not go with PyTorch is no matter of a digest
         cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
         "python": platform.python_version(),

@@ -2,9 +2,7 @@
 only read."""
 
 import base64
-import errno
 import json
-import os
 import struct
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +16,6 @@ from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
-from headroom.training import step_digests
 from headroom.training.plan import make_plan
 from headroom.training.trainer import train as train_plan
 from tests.run_folders import append_lines, make_event, make_line
@@ -124,28 +121,3 @@ def test_each_single_bit_changes_the_digest_and_is_found_by_it(dtype: torch.dtyp
             told = bit_differences.explain_by_one_bit(whole, digest)
             place = f"element [{element}], ", "one of "  # of equal values, or of the highest bits
             assert told.startswith(tuple(f"one bit: bit {bit} of {one}" for one in place)), told
-
-
-def test_digests_are_the_same_one_by_one_and_side_by_side() -> None:
-    whole = torch.arange(70_000)
-    tensors = [whole[:0], whole[1:4].to(torch.uint8), whole.float(), whole[:3].bool()]
-    tensors += [whole[k : k + 7].to(t) for k in (0, 5) for t in (torch.float32, torch.bfloat16)]
-    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].cfloat()]
-    tensors += [torch.eye(3).to_sparse()]
-    assert step_digests.compute_digests(tensors).tolist() == [
-        int(step_digests.compute_digest(tensor)) for tensor in tensors
-    ]
-
-
-def test_a_full_disk_ends_the_digests_with_one_warning_and_not_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_digests, "FLUSH_STEPS", 2)
-    monkeypatch.setattr(step_digests, "append_line", fail_for_want_of_space)
-    run = train(tmp_path / "run")
-    assert caplog.text.count("digests of steps: [Errno 28] No space left on device; ") == 1
-    assert verification.verify_run(run, begin=0).digest_steps == 0
-
-
-def fail_for_want_of_space(file: Any, lines: bytes) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,41 @@
+"""Digests of steps: how they are computed, and what a full disk does to them."""
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headroom.training import step_digests
+
+
+def test_digests_are_the_same_one_by_one_and_side_by_side() -> None:
+    whole = torch.arange(70_000)
+    tensors = [whole[:0], whole[1:4].to(torch.uint8), whole.float(), whole[:3].bool()]
+    tensors += [whole[k : k + 7].to(t) for k in (0, 5) for t in (torch.float32, torch.bfloat16)]
+    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].cfloat()]
+    tensors += [torch.eye(3).to_sparse()]
+    assert step_digests.compute_digests(tensors).tolist() == [
+        int(step_digests.compute_digest(tensor)) for tensor in tensors
+    ]
+
+
+def test_a_full_disk_ends_the_digests_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_digests, "append_line", fail_for_want_of_space)
+    digests = step_digests.StepDigests(tmp_path)
+    optimizer: Any = SimpleNamespace(state=dict)
+    state: Any = SimpleNamespace(model=torch.nn.Linear(2, 2), optimizer=optimizer)
+    for step in (1, 2):
+        digests.end_step(state, step, torch.tensor(1.0))
+        digests.flush()
+    assert caplog.text.count("digests of steps: [Errno 28] No space left on device; ") == 1
+    assert not step_digests.read_digests(tmp_path)[0]
+
+
+def fail_for_want_of_space(file: Any, lines: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
