@@ -350,7 +350,10 @@ def summarize_log(log: Path) -> LogSummary:
             for name, value, unix_ms, step in batch:
                 steps[name], values[name] = step, value
                 latest_ms = max(latest_ms, unix_ms)
-        lines.truncate(whole_bytes)
+        if lines.seek(0, os.SEEK_END) > whole_bytes:
+            lines.seek(-1, os.SEEK_END)
+            if lines.read(1) != b"\n":  # else another process has told of the end since
+                lines.truncate(whole_bytes)
     return LogSummary(steps, values, latest_ms)
 
 

@@ -28,8 +28,8 @@ MUTANTS = (
     Mutant(
         "half a line is left in the log",
         "headroom.base.event_log:summarize_log",
-        "        lines.truncate(whole_bytes)\n",
-        "        pass\n",
+        "                lines.truncate(whole_bytes)\n",
+        "                pass\n",
         "the first point after a resume is a part of a damaged line",
     ),
     Mutant(

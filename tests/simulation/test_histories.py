@@ -142,6 +142,16 @@ ONCE_BROKEN = {
         faults=(Fault("server", 22, "lost"),),
         switch=0.0,
     ),
+    "an end that another process wrote meanwhile was cut off with what was no half a line": History(
+        seed=3525,
+        starts=(
+            Start(after_s=40.0, points=4, pause_s=0.0, keeps_every=1, ends="left"),
+            Start(by="checkpoint", points=1, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        sweeps=(Sweep(at_s=6.551078513722494),),
+        faults=(Fault("server", 10, "kill all"),),
+        switch=0.4,
+    ),
 }
 
 
