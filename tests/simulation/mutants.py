@@ -171,7 +171,7 @@ MUTANTS = (
         "the end is not on the disk when MLflow is told",
         "headroom.tracking.journal:Journal.close",
         "            write_to_disk(self.folder / LOG, self.folder, self.folder.parent)\n",
-        "",
+        "            pass\n",
         "a power cut makes a finished run a killed one",
     ),
     Mutant(
