@@ -14,7 +14,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, chain, compress
@@ -86,8 +86,16 @@ def _join(keys: Any, rest: Any) -> np.ndarray:
     return np.concatenate([np.asarray(keys, np.int64), np.asarray(plain, np.int64)])
 
 
+def send_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return these numbers on a device."""
+    return torch.tensor(numbers, device=device)
+
+
+Send = Callable[[tuple[int, ...], torch.device], Tensor]
+
+
 @torch.no_grad()
-def compute_digests(tensors: Sequence[Tensor]) -> Tensor:
+def compute_digests(tensors: Sequence[Tensor], send: Send = send_numbers) -> Tensor:
     """Return the digest of each of these tensors of one device, in a row on it. Small ones are laid
     side by side and taken at once: one by one, the calls would take longer than the work."""
     small: dict[torch.dtype, list[int]] = {}
@@ -102,13 +110,14 @@ def compute_digests(tensors: Sequence[Tensor]) -> Tensor:
             large.append(compute_digest(tensor))
     rows = [torch.stack(large)] if large else []
     if small:
-        rows.append(_digest_side_by_side([[tensors[i] for i in of] for of in small.values()]))
+        of_types = [[tensors[i] for i in of] for of in small.values()]
+        rows.append(_digest_side_by_side(of_types, send))
     order += chain.from_iterable(small.values())
     back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return torch.cat(rows)[_send(back, tensors[0].device)]
+    return torch.cat(rows)[send(back, tensors[0].device)]
 
 
-def _digest_side_by_side(types: list[list[Tensor]]) -> Tensor:
+def _digest_side_by_side(types: list[list[Tensor]], send: Send) -> Tensor:
     """Return the digests of tensors that are not empty, those of one type after another."""
     sizes = [tensor.nbytes for tensors in types for tensor in tensors]
     words = [_lay_side_by_side(tensors) for tensors in types]
@@ -116,7 +125,7 @@ def _digest_side_by_side(types: list[list[Tensor]]) -> Tensor:
     mixed.mul_(mixed * OF_SQUARES + OF_SUM)
     ends = (0, *accumulate(-(-size // 8) for size in sizes))
     device = mixed.device
-    return mixed.cumsum_(0)[_send(ends, device)].diff() + _send(tuple(sizes), device)
+    return mixed.cumsum_(0)[send(ends, device)].diff() + send(tuple(sizes), device)
 
 
 def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:
@@ -128,12 +137,6 @@ def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:
         if short := -tensor.numel() % in_word:
             parts.append(tensor.new_zeros(short))
     return torch.cat(parts).view(torch.int64)
-
-
-@lru_cache(maxsize=64)
-def _send(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return these numbers on a device; sent again at each step they would make it wait."""
-    return torch.tensor(numbers, device=device)
 
 
 @torch.no_grad()
@@ -171,6 +174,8 @@ class StepDigests:
         self._is_there = np.array([])  # which of the names are the device's
         self._written = ""  # the file whose head says these names
         self._is_off = False
+        # Sent to the device again at each step, numbers would make it wait.
+        self._send = lru_cache(maxsize=64)(send_numbers)
 
     def end_step(self, state: Trained, step: int, loss: Tensor) -> None:
         """Take the digests of this step, which is done."""
@@ -187,7 +192,7 @@ class StepDigests:
         )
         self._is_there = np.array(is_there)
         self._steps.append(step)
-        self._rows.append([compute_digests(part) for part in parts if part])
+        self._rows.append([compute_digests(part, self._send) for part in parts if part])
         if len(self._steps) >= FLUSH_STEPS:
             self.flush()
 

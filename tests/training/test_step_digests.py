@@ -1,6 +1,7 @@
 """Digests of steps: how they are computed, and what a full disk does to them."""
 
 import errno
+import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,3 +40,17 @@ def test_a_full_disk_ends_the_digests_with_one_warning(
 
 def fail_for_want_of_space(file: Any, lines: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_nothing_on_the_device_outlives_the_digests(tmp_path: Path) -> None:
+    """Numbers that were kept for the next step were told as a leak of each such run."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    trained: Any = SimpleNamespace(model=model, optimizer=SimpleNamespace(state=dict))
+    before = {id(one) for one in gc.get_objects() if type(one) is torch.Tensor}
+    digests = step_digests.StepDigests(tmp_path)
+    digests.end_step(trained, 1, torch.ones(()))
+    digests.flush()
+    del digests
+    gc.collect()
+    left = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    assert not [one for one in left if id(one) not in before]
