@@ -52,6 +52,9 @@ MODULES = [
     *(query_runs, send_later, tracking_settings, kept_steps, phases),
 ]
 METRICS = ("train/loss", "train/lr")
+LONG_FREE_S = 60.0  # a device that is free for so long is taken by who waits
+KILLS = {"kill", "kill after", "kill all"}
+HARMLESS = {"clock", "pause"}  # faults, of which a run that is taken back knows nothing
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,7 @@ class Truth:
     cut: set[str] = field(default_factory=set)  # folders that a power loss has met
     earlier: dict[str, set[str]] = field(default_factory=dict)  # ends that were told before
     begins: dict[str, int] = field(default_factory=dict)  # how often each began, or went on
+    last_held: float = 0.0  # when a device was last let go of
 
 
 class SimulatedRecording(Recording):
@@ -225,7 +229,7 @@ class SimulatedRecording(Recording):
             before = truth.ends.get(name, set())
             truth.ends[name] = before | {run["status"]}
             try:
-                return real(run)
+                times = real(run)
             finally:
                 if not play.is_dead():
                     is_kept = self._journal._unkept_end is None
@@ -233,6 +237,8 @@ class SimulatedRecording(Recording):
                     if is_kept or closed:
                         truth.ends[name] = {run["status"]}
                         truth.earlier.setdefault(name, set()).add(run["status"])
+            play.judge_closed(name, run["status"])
+            return times
 
         self._journal.close = close  # type: ignore[method-assign]
 
@@ -448,15 +454,42 @@ class Play:
             raise SystemExit(3) from None
 
     def _take(self, lease: Any, one: Any) -> None:
-        me = self.me()
-        device = lease.take(DEVICES[:1])
-        other = self.truth.holders.get(device)
+        me, world, truth = self.me(), self.world, self.truth
+        asked_at = world.mono
+        try:
+            device = lease.take(DEVICES[:1])
+        except DevicesBusyError:
+            free_s = world.mono - max(asked_at, truth.last_held)
+            if not truth.holders and free_s > LONG_FREE_S:
+                raise Broken(f"{DEVICES[0]} was refused, free for {free_s:.0f} s") from None
+            raise
+        other = truth.holders.get(device)
         if other is not None and not other.is_dead:
             raise Broken(f"{device} is leased twice at once")
-        self.truth.holders[device] = me
-        one._held.callback(lambda: self.truth.holders.pop(device, None))
+        truth.holders[device] = me
+
+        def let_go() -> None:
+            if truth.holders.get(device) is me:
+                del truth.holders[device]
+                truth.last_held = world.mono
+
+        one._held.callback(let_go)
+        me.on_death.append(let_go)
 
     # What has to hold
+
+    def judge_closed(self, name: str, status: str) -> None:
+        """Who trains has heard that its run is closed: MLflow has all of it by now. What a power
+        cut took before, and how a run goes on that was killed meanwhile, is judged at the end."""
+        befell = {fault.what for fault in self.world.met}
+        if self.is_dead() or befell & {"power", "twice"}:
+            return
+        runs = self._find_runs(name)
+        there = {(key, step) for run in runs for key, _, _, step in run.points}
+        lost = sorted(self.truth.points.get(name, {}).keys() - there)
+        if lost or status not in {run.status for run in runs}:
+            statuses = [run.status for run in runs]
+            raise Broken(f"{name} is closed as {status}; MLflow says {statuses}, lacks {lost[:4]}")
 
     def _note_power(self) -> None:
         """What the disk has lost is promised only where MLflow has it."""
@@ -499,6 +532,8 @@ class Play:
             name = run.tags.get("journal", "")
             # A power cut took the folder, and a request that was asked again had made two runs.
             is_stray = bool(name) and self.world.find(f"{RUNS}/{name}") is None and not run.points
+            if name in truth.given_up and {f.what for f in self.world.met} <= HARMLESS:
+                wrong.append(f"{run.run_id} of {name} was taken back and is there")
             if run.status == "RUNNING":
                 wrong.append(f"{run.run_id} of {name} says RUNNING")
             elif not is_stray and run.status not in truth.ends.get(name, {"KILLED"}):
@@ -559,8 +594,10 @@ class Play:
                 status = event_log.read_end(folder).get("status")
                 if "full" not in befell and status not in self.truth.ends[name]:
                     wrong.append(f"the log of {name} says {status} at its end")
+        # On a full disk half a line is there for the moment until it is cut off.
+        is_cut = "kill in it" in befell or ("full" in befell and bool(befell & KILLS))
         for run in self.server.runs.values():
-            if "journal.damaged_lines" in run.tags and "kill in it" not in befell:
+            if "journal.damaged_lines" in run.tags and not is_cut:
                 wrong.append(f"{run.run_id} says that lines of its log are damaged")
         return wrong
 
