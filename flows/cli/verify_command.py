@@ -141,10 +141,13 @@ def _describe_limits(found: Verification) -> list[str]:
     missing = found.end - found.begin - found.digest_steps
     if found.difference is not None or missing <= 0:
         return []
-    return [
-        f"not step by step: {missing:,} of the steps kept no digests; a run with "
-        "train.deterministic does"
-    ]
+    if found.digest_steps:
+        from headroom.training.step_digests import FIRST_STEPS
+
+        why = f"behind step {FIRST_STEPS:,} each tenth does, as far as there is room"
+    else:
+        why = "a run with train.deterministic does"
+    return [f"not step by step: {missing:,} of the steps kept no digests; {why}"]
 
 
 def _parse_steps(text: str) -> int:

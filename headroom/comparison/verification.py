@@ -150,13 +150,14 @@ def read_recorded(folder: Path) -> Recorded:
 
 
 def _read_logged(log: Path) -> dict[tuple[str, int], float]:
-    logged = {}
+    logged: dict[tuple[str, int], float] = {}
     if log.is_file():
         with open(log, "rb") as lines:
             for batch, _ in read_metric_batches(lines, 0):
                 for name, value, _, step in batch:
                     if step and name.startswith(LOGGED):
-                        logged[name, step] = value
+                        # The end tells of its step once more, of the best weights.
+                        logged.setdefault((name, step), value)
     return logged
 
 
@@ -445,6 +446,9 @@ def _explain(again: _Retraining, watch: Watch) -> Difference:
     step, names = watch.found
     name, recorded = names[0], watch.recorded.digests[step]
     more = f"; {len(names) - 1} more of its {watch.tensors} tensors differ" if names[1:] else ""
+    before = max((s for s in watch.recorded.digests if s < step), default=0)
+    if max(before, again.begin) < step - 1:
+        more += f"; the steps since {max(before, again.begin):,}, which was equal, have no digests"
     second = Watch(watch.recorded, watch.end, until=step)
     again.train(second)
     mine, other = watch.taken.get(name), second.taken.get(name)

@@ -36,6 +36,8 @@ DIGESTS = "digests"  # their folder, in that of a run
 FIRST, BEFORE, NEWEST = "first.jsonl", "before.jsonl", "newest.jsonl"
 MOST_BYTES = 16 * 2**20  # of each of these files
 FLUSH_STEPS = 64
+# Of so many first steps each has digests, and then each tenth: they may cost as much as the step.
+FIRST_STEPS, EVERY = 1000, 10
 # The first is odd and the second even: a flip of bit k changes the sum by an odd multiple of 2**k.
 OF_SUM, OF_SQUARES = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1E
 SIDE_BY_SIDE = (
@@ -178,8 +180,8 @@ class StepDigests:
         self._send = lru_cache(maxsize=64)(send_numbers)
 
     def end_step(self, state: Trained, step: int, loss: Tensor) -> None:
-        """Take the digests of this step, which is done."""
-        if self._is_off:
+        """Take the digests of this step, which is done, if it is one that has some."""
+        if self._is_off or (step > FIRST_STEPS and step % EVERY):
             return
         named = name_tensors(state, loss)
         if self._names != [*named]:

@@ -56,6 +56,13 @@ def test_an_honest_run_is_equal_and_is_only_read(tmp_path: Path) -> None:
     assert hash_files(run) == before
 
 
+def test_what_the_end_tells_of_the_best_weights_is_no_other_step(tmp_path: Path) -> None:
+    """An honest run whose best epoch was not its last was told to differ."""
+    run = train(tmp_path / "run")
+    append_lines(run, make_line({"val/loss": 99.0}, 12, unix_ms=2))
+    assert verification.verify_run(run, begin=0).difference is None
+
+
 @pytest.mark.parametrize(
     ("tensor", "bit"), [("weight/1.weight", 0), ("gradient/1.bias", 31), ("random/python", 7)]
 )

@@ -49,6 +49,15 @@ ONCE_BROKEN = {
         faults=(Fault("write", 25, "power"),),
         switch=0.4,
     ),
+    "who took away a run that a request made twice was killed before it was gone": History(
+        seed=202370,
+        starts=(
+            Start(points=7, pause_s=0.5, keeps_every=1, waits=False),
+            Start(key="", points=1, pause_s=0.0, keeps_every=1),
+        ),
+        faults=(Fault("server", 2, "twice"), Fault("server", 24, "kill")),
+        switch=0.0,
+    ),
     "a request that was asked again made two runs": History(
         seed=158,
         starts=(Start(key="", points=1, pause_s=0.0, keeps_every=1),),

@@ -54,3 +54,15 @@ def test_nothing_on_the_device_outlives_the_digests(tmp_path: Path) -> None:
     gc.collect()
     left = [one for one in gc.get_objects() if type(one) is torch.Tensor]
     assert not [one for one in left if id(one) not in before]
+
+
+def test_of_later_steps_each_tenth_has_digests(tmp_path: Path) -> None:
+    """They may cost as much as a small step does."""
+    model = torch.nn.Linear(2, 2)
+    trained: Any = SimpleNamespace(model=model, optimizer=SimpleNamespace(state=dict))
+    digests = step_digests.StepDigests(tmp_path)
+    for step in range(995, 1031):
+        digests.end_step(trained, step, torch.ones(()))
+    digests.flush()
+    there, _ = step_digests.read_digests(tmp_path)
+    assert sorted(there) == [995, 996, 997, 998, 999, 1000, 1010, 1020, 1030]
