@@ -58,6 +58,15 @@ ONCE_BROKEN = {
         faults=(Fault("server", 2, "twice"), Fault("server", 24, "kill")),
         switch=0.0,
     ),
+    "a power cut took how a run began, and what went on with it was never sent": History(
+        seed=303615,
+        starts=(
+            Start(points=1, pause_s=0.0, keeps_every=1, waits=False),
+            Start(points=8, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        faults=(Fault("write", 12, "power"), Fault("server", 1, "away", 40.0)),
+        switch=0.4,
+    ),
     "a request that was asked again made two runs": History(
         seed=158,
         starts=(Start(key="", points=1, pause_s=0.0, keeps_every=1),),
