@@ -228,9 +228,9 @@ def _create_run(
     if not experiment_id:
         chosen = chosen.model_copy(update={"experiment": begin["experiment"]})
         client, experiment_id = open_experiment(chosen)
-    # Its first begin, which has these, may be lost by a power cut: what trained again lacks them.
-    name = read_json(folder / START).get("name") or folder.name
-    words = {"name": name, "params": {}, "data": [], **begin}
+    if "name" not in begin:  # a power cut took the first begin, and what trained again has none
+        begin["name"] = read_json(folder / START).get("name") or folder.name
+    words = {"params": {}, "data": [], **begin}
     words = {n: words[n] for n in ("name", "params", "tags", "start_ms", "begun", "data")}
     return create_run(client, chosen, experiment_id=experiment_id, folder=folder, **words)
 
