@@ -200,7 +200,8 @@ def _keep_older(path: Path) -> None:
     import mlflow.store.db.utils  # noqa: F401 (it makes all tables known)
     from mlflow.store.db.base_sql_model import Base
 
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as old:
+    # Not mode=ro: what a killed writer has left half written is rolled back first.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as old:
         have = {name for (name,) in old.execute("SELECT name FROM sqlite_master")}
         if "alembic_version" not in have or {t.name for t in Base.metadata.sorted_tables} <= have:
             return

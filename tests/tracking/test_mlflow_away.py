@@ -287,6 +287,29 @@ def test_a_server_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch) 
     assert begin["name"] == "first" and read_end(kept.folder) == END and not is_sent(kept.folder)
 
 
+DIES_IN_A_WRITE = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+database.execute("PRAGMA cache_size = 1")  # so that it writes before its end
+database.execute("BEGIN")
+rows = [(f"tag {i}", "x" * 500) for i in range(500)]
+database.executemany("INSERT INTO experiment_tags VALUES (?, ?, 0)", rows)
+os._exit(9)
+"""
+
+
+def test_what_a_killed_writer_has_left_half_written_is_rolled_back(tmp_path: Path) -> None:
+    """ "attempt to write a readonly database", and the run could not be sent."""
+    where, path = _where(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"), tmp_path / "mlflow.db"
+    mlflow_store.open_experiment(where)
+    subprocess.run([sys.executable, "-c", DIES_IN_A_WRITE, path])
+    assert path.with_name("mlflow.db-journal").stat().st_size
+    mlflow_store.open_experiment(where)
+    with sqlite3.connect(path) as opened:
+        left = opened.execute("SELECT count(*) FROM experiment_tags WHERE key LIKE 'tag %'")
+        assert left.fetchone() == (0,)
+
+
 def test_a_database_that_is_locked_is_away_and_one_without_its_folder_is_wrong(
     tmp_path: Path, monkeypatch
 ) -> None:
