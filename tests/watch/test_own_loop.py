@@ -619,7 +619,8 @@ def test_memory_that_ran_out_is_told_with_owners_and_phase(tmp_path: Any, is_cou
     )
     loop.close()
     assert (why.phase, why.step, why.batch_shape) == ("forward", 1 + is_counted, (2048, 16))
-    assert max(why.owners, key=lambda owner: why.owners[owner]) == "activations"
+    known = why.owners.keys() - {"rest"}  # which is also what other tests hold
+    assert max(known, key=lambda owner: why.owners[owner]) == "activations"
     assert why.owners["activations"] == pytest.approx(2048 * (4096 + 512) * 4, rel=0.01)
     weights = sum(p.nbytes for p in (*net.parameters(), *plain.parameters()))
     assert why.owners["parameters"] == weights
