@@ -7,14 +7,12 @@ that MLflow lacks a part of. Part of `flows.tidy`; no process that trains import
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -26,6 +24,7 @@ from mlflow.exceptions import MlflowException
 from headroom.base.event_log import SENDING_LOCK, TRAINING_LOCK, is_sent, remove_folder
 from headroom.base.file_lock import FileLock, is_held
 from headroom.tracking.mlflow_store import explain_error
+from headroom.tracking.orphaned_runs import answer_tidy
 from headroom.tracking.query_runs import COMPARISON
 from headroom.tracking.tracking_settings import TrackingSettings
 
@@ -212,15 +211,7 @@ def _remove_from_mlflow(
 
 def main() -> None:
     """Print each old run as a line of JSON, and remove it where `does` is asked for."""
-    order = json.load(sys.stdin)
-    where = TrackingSettings(**order["where"])
-    try:
-        client = MlflowClient(where.tracking_uri)
-        ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        for old in remove_old_runs(client, where, ids, does=order["does"]):
-            print(json.dumps(asdict(old)), flush=True)
-    except Exception as error:  # whatever it is, who asked has to hear of it
-        print(json.dumps({"problem": explain_error(error, where)}))
+    answer_tidy(remove_old_runs)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -467,20 +467,28 @@ def _describe_run(sender: Sender) -> dict[str, str]:
     return {"name": name, "run_id": run_id, "flow_run": tags.get("prefect.flow_run_id", "")}
 
 
-def main() -> None:
-    """Print each run that was left as a line of JSON, and end it where `does` is asked for."""
+def answer_tidy(act: Callable[..., Iterator[Any]]) -> dict[str, Any]:
+    """Print what `act` yields of MLflow's runs, a line of JSON each, as `flows.tidy` has asked for
+    on standard input; return what was asked for, empty where nothing was."""
     if not (asked := sys.stdin.read()):  # who asked was killed before
-        return
-    order = json.loads(asked)
+        return {}
+    order: dict[str, Any] = json.loads(asked)
     chosen = TrackingSettings(**order["where"])
     try:
         client = MlflowClient(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        for left in send_left_runs(client, chosen, ids, does=order["does"]):
-            print(json.dumps(asdict(left)), flush=True)
+        for one in act(client, chosen, ids, does=order["does"]):
+            print(json.dumps(asdict(one)), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explain_error(error, chosen)}))
-    prefect_http.correct_flow_runs(order.get("prefect_api", ""), Path(chosen.runs))
+    return order
+
+
+def main() -> None:
+    """Print each run that was left as a line of JSON, and end it where `does` is asked for."""
+    if order := answer_tidy(send_left_runs):
+        runs = Path(order["where"]["runs"])
+        prefect_http.correct_flow_runs(order.get("prefect_api", ""), runs)
 
 
 if __name__ == "__main__":
