@@ -18,6 +18,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -286,18 +287,23 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
     assert env["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/here.db"
 
 
-def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Prefect's database grew by 293 KiB a run, for ever."""
-    plan = service.ServicePlan(
+def make_plan(folder: Path, **more: Any) -> service.ServicePlan:
+    return service.ServicePlan(
         project=serve.PROJECT,
-        folder=tmp_path,
+        folder=folder,
         tracking_uri="sqlite:///here.db",
         experiment="headroom",
         runs=[],
         addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
+        **more,
     )
+
+
+def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prefect's database grew by 293 KiB a run, for ever."""
+    plan = make_plan(tmp_path)
     env = service._make_environment(plan)
     assert service.RETENTION.items() <= env.items() and service.KEPT_S == 90 * 86400
     named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
@@ -307,15 +313,7 @@ def test_flow_runs_are_removed_after_90_days_where_nobody_names_another_time(
 
 def test_keep_days_of_mlflow_yaml_is_prefects_time_too(tmp_path: Path) -> None:
     named = "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD"
-    plan = service.ServicePlan(
-        project=serve.PROJECT,
-        folder=tmp_path,
-        tracking_uri="sqlite:///here.db",
-        experiment="headroom",
-        runs=[],
-        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
-        keep_days=30,
-    )
+    plan = make_plan(tmp_path, keep_days=30)
     assert service._make_environment(plan)[named] == str(30 * 86400)
     brief = service._make_environment(replace(plan, keep_days=0.001))
     assert int(brief[named]) > 3600  # Prefect takes no less
@@ -334,14 +332,7 @@ def test_links_lead_to_the_public_addresses(
     Prefect's pages, too, asked 127.0.0.1 for the runs."""
     monkeypatch.setenv("HEADROOM_PREFECT_URL", "https://prefect.example.com/")
     monkeypatch.setenv("HEADROOM_MLFLOW_URL", "https://me:secret@mlflow.example.com/")
-    plan = service.ServicePlan(
-        project=serve.PROJECT,
-        folder=tmp_path,
-        tracking_uri="sqlite:///here.db",
-        experiment="headroom",
-        runs=[],
-        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
-    )
+    plan = make_plan(tmp_path)
     env = service._make_environment(plan)
     assert env["PREFECT_API_URL"] == "http://127.0.0.1:4242/api"
     assert env["PREFECT_UI_URL"] == "https://prefect.example.com"
