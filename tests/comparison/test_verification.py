@@ -2,7 +2,6 @@
 only read."""
 
 import base64
-import json
 import struct
 from hashlib import sha256
 from pathlib import Path
@@ -12,35 +11,21 @@ import pytest
 import torch
 
 from headroom.comparison import bit_differences, verification
-from headroom.data.preparation import prepare_dataset
-from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import ConfigError
-from headroom.settings.run_config import RunConfig
-from headroom.training.plan import make_plan
-from headroom.training.trainer import train as train_plan
+from tests.comparison.recorded_runs import record_training
 from tests.run_folders import append_lines, make_event, make_line
 
 
 def train(folder: Path, *, deterministic: bool = True, end_step: Any = None) -> Path:
-    """A run of twelve steps, as its files say it."""
-    settings = {
-        "device": {"name": "cpu"},
-        "data": {"cache": str(folder.parent / "data")},
-        "model": {"args": {"dropout": 0.2, "hidden": [8]}},
-        "train": {"max_steps": 12, "log_every": 3, "deterministic": deterministic},
-        "checkpoint": {"every": "5steps"},
-    }
-    config = RunConfig.model_validate(settings)
-    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    folder.mkdir()
-    (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
-    train_plan(
-        make_plan(config, detect_best_device("cpu"), data),
-        folder=folder,
-        log=lambda metrics, step: append_lines(folder, make_line(metrics, step, unix_ms=1)),
+    """A run of twelve steps."""
+    return record_training(
+        folder,
+        "cpu",
+        model={"args": {"dropout": 0.2, "hidden": [8]}},
+        train={"max_steps": 12, "log_every": 3, "deterministic": deterministic},
+        checkpoint={"every": "5steps"},
         end_step=end_step,
     )
-    return folder
 
 
 def hash_files(folder: Path) -> dict[str, str]:
