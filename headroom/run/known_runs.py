@@ -15,6 +15,7 @@ import pwd
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from time import time, time_ns
@@ -497,6 +498,11 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         is_peak_lower_bound=bool(measured.get(LOWER_BOUND)),
         began_at=start.began_at or None,
     )
+
+
+def make_timestamp() -> str:
+    """Return the time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def make_curve_name(name: str) -> str:
