@@ -97,7 +97,8 @@ class Session:
             self._answer_for("begin", self.begin)
         elif self.sender is None:
             self.is_patient = True  # nobody waits for it
-            self.held = self.held or try_sending_lock(folder)
+            with suppress(OSError):  # told when the run is begun
+                self.held = self.held or try_sending_lock(folder)
 
     def take_back(self) -> dict[str, Any]:
         """Let MLflow have nothing of the run that has begun: another is gone on with in its place.
