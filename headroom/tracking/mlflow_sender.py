@@ -97,7 +97,7 @@ class Session:
             self._answer_for("begin", self.begin)
         elif self.sender is None:
             self.is_patient = True  # nobody waits for it
-            with suppress(OSError):  # told when the run is begun
+            with suppress(OSError, TrackingError):  # told when the run is begun
                 self.held = self.held or try_sending_lock(folder)
 
     def take_back(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from headroom.report import run_report
 from headroom.tracking import model_sender
 from headroom.tracking.journal import RunGone
 from headroom.tracking.mlflow_pages import make_run_path
-from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 
 SHARE = 0.005  # of a core, where none is idle
 SPARE_CORES = 0.5  # so much of one idle is a core to work on
@@ -613,9 +613,12 @@ def wait_for_sending_lock(folder: Path) -> FileLock:
 def try_sending_lock(folder: Path) -> FileLock | None:
     """Return the folder's lock, held until it is closed or the process ends.
 
-    None where another has it. Raises OSError where the folder holds what leads out of it.
+    None where another has it. Raises TrackingError where the folder holds what leads out of it.
     """
-    refuse_links(folder)
+    try:
+        refuse_links(folder)
+    except OSError as error:
+        raise TrackingError(f"runs: {error.filename} {error.strerror}") from None
     mine = FileLock(folder / SENDING_LOCK)
     if mine.take():
         return mine
