@@ -27,6 +27,7 @@ from mlflow.entities import Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
+from headroom.base.units import make_printable  # noqa: E402
 from headroom.process.command import pause_collection  # noqa: E402
 from headroom.process.redaction import redact  # noqa: E402
 from headroom.tracking import mlflow_store  # noqa: E402
@@ -40,6 +41,7 @@ COMPARISON = "comparison"  # the tag of a run that holds others: how many
 PAGE, OTHERS = 1_000, 20  # runs that are asked for at once; more than wanted, as some are others
 NEEDED_METRIC = "speed/samples_per_s"
 FULL_LETTERS = 7900  # of a tag
+NAME_LETTERS = 250  # MLflow's own limit
 MISSING = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of MLflow's errors
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -305,17 +307,25 @@ def _is_training(run: Run) -> bool:
 
 
 def _describe_run(run: Run) -> dict[str, Any]:
-    """Return a training."""
+    """Return a training. Names of a server of anybody's are shown as they are from here on."""
     tags: Mapping[str, str] = run.data.tags
+    params, metrics = (
+        {_clean_name(name): value for name, value in named.items()}
+        for named in (run.data.params, run.data.metrics)
+    )
     return {
-        "run_id": run.info.run_id,
-        "name": run.info.run_name or "",
-        "status": run.info.status,
-        "params": run.data.params,
+        "run_id": _clean_name(run.info.run_id),
+        "name": _clean_name(run.info.run_name or ""),
+        "status": _clean_name(run.info.status),
+        "params": params,
         "tags": tags,
-        "metrics": run.data.metrics,
+        "metrics": metrics,
         "error": tags.get("end.reason", tags.get("failure", "")),
     }
+
+
+def _clean_name(name: str) -> str:
+    return name if name.isprintable() else make_printable(name, limit=NAME_LETTERS)
 
 
 def main() -> None:
