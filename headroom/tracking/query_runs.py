@@ -31,6 +31,7 @@ from headroom.base.units import make_printable  # noqa: E402
 from headroom.process.command import pause_collection  # noqa: E402
 from headroom.process.redaction import redact  # noqa: E402
 from headroom.tracking import mlflow_store  # noqa: E402
+from headroom.tracking.answer_limits import make_client  # noqa: E402
 from headroom.tracking.mlflow_pages import ComparisonView, find_old_comparisons  # noqa: E402
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
@@ -123,7 +124,7 @@ def _get_run(client: MlflowClient, run_id: str, where: TrackingSettings, *, prob
 def read_run(where: TrackingSettings, run_id: str) -> dict[str, Any]:
     """Return a run as MLflow has it: its name, tags, metrics and more. Raises TrackingError."""
     with _explain(where):
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         return _describe_run(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}"))
 
 
@@ -134,7 +135,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
     """
     problem = f"--accept {run_id[:80]}"
     with _explain(where):
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         run = _get_run(client, run_id, where, problem=problem)
         if "gate" not in run.data.tags or "gate.of" not in run.data.tags:
             raise TrackingError(f"{problem}: was judged by no gate; it is {run.info.status}")
@@ -165,7 +166,7 @@ class ExperimentRuns:
     @_explain_errors
     def _open(self, makes: bool) -> None:
         name = self.where.experiment
-        if not makes and not MlflowClient(self.where.tracking_uri).get_experiment_by_name(name):
+        if not makes and not make_client(self.where.tracking_uri).get_experiment_by_name(name):
             raise TrackingError(f"run.experiment: {name!r} is not there; nothing has run in it")
         self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
 
@@ -333,7 +334,7 @@ def main() -> None:
     order = json.load(sys.stdin)
     where = TrackingSettings(**order["where"])
     try:
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         experiment = client.get_experiment_by_name(where.experiment)
     except MlflowException as error:
         print(f"no past: {redact(str(error))}", file=sys.stderr)

@@ -72,7 +72,10 @@ def test_what_a_link_in_a_run_s_folder_names_is_neither_changed_nor_sent(
     told = capfd.readouterr().err
     del folders["events.jsonl"]  # whose run nobody knows
     for link, folder in folders.items():
-        assert f"runs: {folder / link} is a link or a pipe, of which a run makes none; remove it" in told
+        assert (
+            f"runs: {folder / link} is a link or a pipe, of which a run makes none; remove it"
+            in told
+        )
     assert _describe(outside) == before
     sent = [path for path in (place / "mlartifacts").rglob("*") if path.is_file()]
     assert sent and not [path for path in sent if SECRET in path.read_text(errors="replace")]
