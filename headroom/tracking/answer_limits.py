@@ -25,7 +25,7 @@ from urllib3.response import BaseHTTPResponse
 
 ANSWER_S = 120.0  # for one answer, its last byte too; a busy server's page takes seconds
 MOST_BYTES = 2**28  # of one answer, unpacked: 1,000 runs of 1,000 metrics each are half of it
-LEAST_BYTES = 2**16  # of a file that is downloaded, in each ANSWER_S
+FILE_S = 600.0  # for each piece of a file that is downloaded: MLflow reads 1 MiB at once
 # Of pages in a row.
 PAGES_S = 3600.0
 PAGES_BYTES = 2**30
@@ -57,20 +57,21 @@ class _Cut:
     def arm(self, connection: socket.socket | None) -> None:
         """Cut in ANSWER_S."""
         self._socket = connection
-        self._start()
+        self._start(ANSWER_S)
 
     def watch(self, file: BaseHTTPResponse) -> None:
         """Cut only when no more of a download comes."""
         self._file = weakref.ref(file)
         weakref.finalize(file, self.stop)
+        self._start(FILE_S)
 
     def stop(self) -> None:
         """Cut no more."""
         self._timer.cancel()
 
-    def _start(self) -> None:
+    def _start(self, wait_s: float) -> None:
         self._timer.cancel()
-        self._timer = threading.Timer(ANSWER_S, self._cut)
+        self._timer = threading.Timer(wait_s, self._cut)
         self._timer.daemon = True
         self._timer.start()
 
@@ -80,8 +81,8 @@ class _Cut:
             if file is None or file.closed:
                 return
             self._came_bytes = file.tell()
-            if self._came_bytes - before >= LEAST_BYTES:
-                return self._start()
+            if self._came_bytes > before:
+                return self._start(FILE_S)
         self.is_late = True
         if self._socket is not None:
             with suppress(OSError):  # it has ended meanwhile

@@ -150,7 +150,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
             why = f"accepted as the level from now on; it was {was}"[:FULL_LETTERS]
             tags = [RunTag("gate", "new"), RunTag("gate.why", why)]
             client.log_batch(one.info.run_id, tags=tags)
-    return [str(one.info.run_name) for one in judged]
+    return [_clean_name(str(one.info.run_name)) for one in judged]
 
 
 class ExperimentRuns:
