@@ -2,18 +2,14 @@
 
 import json
 import os
-import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headroom.process import command
-from headroom.tracking.tracking_settings import find_tracking_settings
 from tests.conftest import ROOT, desk_environment
 
 ANOTHER, THIRD = 54321, 54322  # users
@@ -119,28 +115,6 @@ def test_a_training_that_another_user_announces_holds_up_nobody_who_lists_them(
         announcing.communicate()
 
 
-def test_a_run_is_never_kept_in_a_folder_that_another_user_has_made(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it could be kept nowhere else it went to /tmp/headroom-UID, whoever had made that."""
-    theirs = shared / f"headroom-{os.geteuid()}"
-    theirs.mkdir(mode=0o777)
-    os.chown(theirs, ANOTHER, ANOTHER)
-    (shared / "file").touch()
-    (shared / "mlflow.yaml").write_text("runs: file/runs\n")
-    monkeypatch.chdir(shared)
-    monkeypatch.setenv("XDG_STATE_HOME", str(shared / "file"))
-    monkeypatch.setattr(command.tempfile, "tempdir", str(shared))
-    found = find_tracking_settings()
-    base = Path(found.settings.runs).parent
-    assert base.parent == shared and base != theirs and str(base) in found.doubt
-    assert stat.S_IMODE(base.stat().st_mode) == 0o700 and not [*theirs.iterdir()]
-    os.rmdir(theirs)
-    found = find_tracking_settings()  # now it is ours, and so the same each time
-    assert Path(found.settings.runs).parent == theirs
-    assert stat.S_IMODE(theirs.stat().st_mode) == 0o700
-
-
 TAKES = """
 import sys, time
 from pathlib import Path
@@ -210,4 +184,3 @@ def test_no_other_user_removes_a_lease_but_who_has_made_the_folder(shared: Path)
     for process in (holding, second):
         process.kill()
         process.communicate()
-    time.sleep(0)

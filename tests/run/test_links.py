@@ -6,12 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from flows.cli.tidy_command import main
 from headroom.run.known_runs import RunStart, list_known_runs
 from headroom.run.resume import lock_for_training
 from headroom.settings.read_settings import ConfigError
-from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import query
 from tests.run_folders import append_lines, make_event, make_line, write_end
@@ -66,7 +66,9 @@ def test_what_a_link_in_a_run_s_folder_names_is_neither_changed_nor_sent(
     before, runs = _describe(outside), place / ".headroom" / "runs"
     folders = {link: _fill(runs, link, outside) for link in NAMES}
     good = _fill(runs, "good", outside)
-    open_experiment(read_tracking_settings())
+    where = read_tracking_settings()
+    client = MlflowClient(where.tracking_uri)
+    client.create_experiment("mine", Path(where.artifacts).as_uri())
     (good / "good").unlink()
     assert main(["--yes"]) == 1
     told = capfd.readouterr().err
