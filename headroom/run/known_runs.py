@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from time import time, time_ns
 from uuid import uuid4
 
@@ -38,6 +39,7 @@ from headroom.base.event_log import (
 )
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
+from headroom.base.units import make_printable
 from headroom.device import leases
 from headroom.device.leases import Leases
 from headroom.prefect.prefect_http import compute_uptime
@@ -154,7 +156,8 @@ def _read_start_time(folder: Path) -> float:
 
 def make_resume_command(run_id: str) -> str:
     """Return the command by which a person goes on with that run."""
-    return f"python -m flows.train --resume {run_id}"
+    # Of a folder or a server of anybody's: it may be copied into a shell as it stands there.
+    return f"python -m flows.train --resume {quote(make_printable(run_id, limit=80))}"
 
 
 NEW_S = 60.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-from headroom.base.event_log import LOG, TRAINING_LOCK, read_end, read_log_ends
+from headroom.base.event_log import LOG, TRAINING_LOCK, read_end, read_log_ends, refuse_links
 from headroom.base.facts import DeviceFacts
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_seconds, make_printable
@@ -404,13 +404,16 @@ def _find_newest(runs: Path, key: str) -> Path | None:
 def lock_for_training(folder: Path) -> FileLock:
     """Return the folder's lock, held until it is closed.
 
-    Raises ConfigError where another process trains there, or nothing can be written.
+    Raises ConfigError where another process trains there, or nothing can be written, or what is
+    written would go elsewhere.
     """
     try:
+        refuse_links(folder)
         lock = FileLock(folder / TRAINING_LOCK)
         is_mine = lock.take(f"process {os.getpid()}")
     except OSError as error:
-        raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
+        at = error.filename or folder
+        raise ConfigError(f"--resume {at}: can't be written ({error.strerror})") from None
     if not is_mine:
         by = lock.read_text()
         lock.close()

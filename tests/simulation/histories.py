@@ -676,7 +676,7 @@ def stage() -> Iterator[None]:
         mlflow_sender: {
             "redact_output": lambda is_log: None,
             "read_tracking_settings": lambda: _playing[-1].where,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "run_report": report,
             "prefect_http": no_prefect,
             "SystemMetricsMonitor": _Quiet,
@@ -689,7 +689,7 @@ def stage() -> Iterator[None]:
         mlflow_store: {"open_experiment": _open_experiment},
         orphaned_runs: {
             "open_experiment": _open_experiment,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "prefect_http": no_prefect,
         },
         run_sender: {
