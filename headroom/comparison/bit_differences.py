@@ -27,7 +27,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 def describe_difference(was: Tensor, now: Tensor) -> str:
     """Return how the tensors differ in words; empty where they are the same to the bit."""
-    was, now = was.detach().cpu(), now.detach().cpu()
+    was, now = (t.detach().to_dense().cpu() for t in (was, now))
     if was.shape != now.shape or was.dtype != now.dtype:
         return f"it was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
     if was.is_complex():
@@ -71,6 +71,8 @@ def _order(integer: int, tensor: Tensor) -> int:
 def explain_by_one_bit(now: Tensor, digest: int) -> str:
     """Return in words which bit of the tensor, flipped, gives that digest; empty where none does.
     To take another one's for it has a chance of one in 2**32 at most for each bit that there is."""
+    if now.is_sparse:  # its digest is of places, too
+        return ""
     now = now.detach().cpu()
     size, words = view_words(now)
     missing = torch.tensor(digest) - compute_digest(now)

@@ -217,7 +217,11 @@ def view_words(tensor: Tensor) -> tuple[int, Tensor]:
     """Return how many bytes a tensor has, and these as whole numbers of 8 bytes each; behind the
     last stand zeros."""
     if tensor.is_sparse:  # a gradient of an embedding
-        tensor = tensor.coalesce().values()
+        tensor = tensor.coalesce()
+        (of_places, places), (of_values, values) = map(
+            view_words, (tensor.indices(), tensor.values())
+        )
+        return of_places + of_values, torch.cat([places, values])
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = octets.numel()
@@ -319,22 +323,34 @@ def describe_environment() -> dict[str, str]:
     }
 
 
-def read_digests(folder: Path) -> tuple[dict[int, dict[str, int]], dict[str, str]]:
-    """Return the digests by step and name that this run has kept, the newest of each step, and the
-    environment that they were last computed in. Lines that are damaged are left out."""
+@dataclass(frozen=True)
+class KeptDigests:
+    """What a run has kept of its steps."""
+
+    steps: Mapping[int, Mapping[str, int]]  # by step and name
+    environment: Mapping[str, str]  # that they were last computed in
+    others: bool = False  # whether some are of another version, which can't be compared
+
+
+def read_digests(folder: Path) -> KeptDigests:
+    """Return the digests that this run has kept, the newest of each step. Lines that are damaged
+    are left out."""
     steps: dict[int, dict[str, int]] = {}
     environment: dict[str, str] = {}
     names: list[str] = []
+    others = is_other = False
     for content in _iterate_lines(folder / DIGESTS):
         if "names" in content:
             names, environment = content["names"], content["environment"]
+            is_other = content.get("version") != VERSION
+            others |= is_other
             continue
         rows = np.frombuffer(base64.b64decode(content["rows"]), "<i8")
-        if rows.size == len(names) * len(content["steps"]):
+        if rows.size == len(names) * len(content["steps"]) and not is_other:
             table = rows.reshape(len(content["steps"]), len(names)).tolist()
             for step, row in zip(content["steps"], table, strict=True):
                 steps[step] = dict(zip(names, row, strict=True))
-    return steps, environment
+    return KeptDigests(steps, environment, others)
 
 
 def _iterate_lines(folder: Path) -> Iterator[Mapping[str, Any]]:
