@@ -52,6 +52,8 @@ MODULES = [
     *(query_runs, send_later, tracking_settings, kept_steps, phases),
 ]
 METRICS = ("train/loss", "train/lr")
+REPORT = run_sender.REPORT
+LATE_S = 40.0  # after which MLflow has a point: it is asked each 30 s, where it was away
 LONG_FREE_S = 60.0  # a device that is free for so long is taken by who waits
 KILLS = {"kill", "kill after", "kill all"}
 HARMLESS = {"clock", "pause"}  # faults, of which a run that is taken back knows nothing
@@ -156,7 +158,7 @@ def _draw_start(drawn: random.Random, index: int) -> Start:
         key=drawn.choice(("k", "k", "k", "other", "")),
         by=drawn.choice(("key", "key", "checkpoint", "late")),
         points=drawn.randint(1, 8),
-        pause_s=drawn.choice((0.0, 0.0, 0.5, 3.0)),
+        pause_s=drawn.choice((0.0, 0.0, 0.5, 3.0, 12.0)),
         keeps_every=drawn.choice((1, 2, 3, 100)),
         ends=drawn.choice(("done", "done", "fails", "stops", "left")),
         device=drawn.random() < 0.4,
@@ -175,8 +177,10 @@ KINDS: tuple[tuple[int, str, tuple[tuple[str, int], ...]], ...] = (
     (3, "full", (("write", 60), ("training", 300), ("any", 900))),
     (4, "away", (("server", 40),)),
     (4, "lost", (("server", 40),)),
+    (4, "dropped", (("server", 40),)),
     (3, "twice", (("server", 40),)),
     (3, "clock", (("training", 300), ("any", 900))),
+    (2, "no memory", (("sender", 500), ("any", 900))),
     (2, "pause", (("sender", 500), ("any", 900), ("lock", 40))),
 )
 _WEIGHTS = [weight for weight, _, _ in KINDS]
@@ -190,6 +194,7 @@ def _draw_fault(drawn: random.Random) -> Fault:
         "full": lambda: drawn.choice((0, drawn.randint(1, 600))),
         "away": lambda: drawn.choice((0.5, 5.0, 40.0, 400.0)),
         "clock": lambda: drawn.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0)),
+        "no memory": lambda: drawn.choice((0.5, 5.0, 40.0)),
         "pause": lambda: drawn.choice((0.01, 1.0, 20.0)),
     }.get(what, lambda: 0.0)()
     return Fault(at, drawn.randint(1, most), what, amount)
@@ -269,6 +274,7 @@ class SimulatedRecording(Recording):
         truth.training[name] = me
         truth.begins[name] = truth.begins.get(name, 0) + 1
         step = claim.step
+        told_at: list[tuple[float, int]] = []
         for count in range(1, start.points + 1):
             step += 1
             play.world.sleep(start.pause_s)
@@ -279,6 +285,8 @@ class SimulatedRecording(Recording):
             truth.points.setdefault(name, {}).update(
                 {(m, step): truth.points.get(name, {}).get((m, step), v) for m, v in values.items()}
             )
+            told_at.append((play.world.mono, step))
+            play.judge_training(name, self._journal, told_at)
             if count % start.keeps_every == 0:
                 state = NamedRun(self._journal.run_id, name, step).make_state()
                 truth.checkpoints[start.key] = (state, step)
@@ -401,7 +409,8 @@ class Play:
     def _put_right(self) -> None:
         """Let all be healthy; go on with the key, or not; and clean up."""
         world = self.world
-        world.is_healthy, world.room, world.away_until = True, ROOM, 0.0
+        world.is_healthy, world.room = True, ROOM
+        world.away_until = world.starved_until = 0.0
         world.half, world.answer_fault = None, ""
         world.after.clear()
         self._wait_for_all()
@@ -487,9 +496,33 @@ class Play:
         runs = self._find_runs(name)
         there = {(key, step) for run in runs for key, _, _, step in run.points}
         lost = sorted(self.truth.points.get(name, {}).keys() - there)
+        if runs and not any(REPORT in run.artifacts for run in runs):
+            raise Broken(f"{name} is closed as {status}, and has no report in MLflow")
         if lost or status not in {run.status for run in runs}:
             statuses = [run.status for run in runs]
             raise Broken(f"{name} is closed as {status}; MLflow says {statuses}, lacks {lost[:4]}")
+
+    def judge_training(
+        self, name: str, journal: journal.Journal, told_at: list[tuple[float, int]]
+    ) -> None:
+        """Who trains is told of as one who trains: nobody has ended its log or its run, and what it
+        told long ago is in MLflow, where nothing befell it since."""
+        world = self.world
+        log = world.find(f"{RUNS}/{name}/{event_log.LOG}")
+        assert log is not None
+        if log.data.rfind(b'\n{"end":') > log.data.rfind(b'{"begin":'):
+            raise Broken(f"the log of {name} says an end, and it trains")
+        run = self.server.runs.get(journal.run_id)
+        if run is not None and run.status != "RUNNING":
+            raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
+        sender = journal._sender
+        is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
+        if not is_calm or self.history.busy or sender is None or sender.poll() is not None:
+            return
+        there = {step for run in self._find_runs(name) for _, _, _, step in run.points}
+        late = [step for at, step in told_at if world.mono - at > LATE_S and step not in there]
+        if late:
+            raise Broken(f"MLflow has not heard of the steps {late} of {name}, which trains")
 
     def _note_power(self) -> None:
         """What the disk has lost is promised only where MLflow has it."""
@@ -548,11 +581,13 @@ class Play:
             if doubled:
                 wrong.append(f"{run.run_id} of {name} has twice: {sorted(doubled)[:4]}")
         gone = {Path(RUNS, n) for n in truth.points if self.world.find(f"{RUNS}/{n}") is None}
+        befell = {fault.what for fault in self.world.met}
         for name, points in truth.points.items():
             runs = self._find_runs(name)
+            if runs and "power" not in befell and not any(REPORT in r.artifacts for r in runs):
+                wrong.append(f"{name} has no report in MLflow")
             if Path(RUNS, name) in gone:  # a power cut took it: which run it was told nobody knows
                 runs = [run for run in runs if run.points]
-            befell = {fault.what for fault in self.world.met}
             # Not promised: a power cut may take which of two runs that MLflow was made to make.
             if len(runs) > 1 and not befell >= {"twice", "power"}:
                 wrong.append(f"{name} has the runs {[run.run_id for run in runs]}")

@@ -43,6 +43,7 @@ class StoredRun:
     params: dict[str, str] = field(default_factory=dict)
     points: set[tuple[str, float, int, int]] = field(default_factory=set)
     latest: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    artifacts: set[str] = field(default_factory=set)
 
     def describe(self) -> Any:
         latest = {k: (step, ms, value) for k, (step, ms, value) in self.latest.items()}
@@ -87,6 +88,8 @@ class Server:
             raise make_away()
         here.mono += ANSWER_S
         fault, here.answer_fault = here.answer_fault, ""
+        if fault == "dropped":
+            raise make_away()
         answer = call()
         here.done()
         if fault == "twice":
@@ -227,7 +230,8 @@ class Client:
         raise _refuse(f"no model {model_id}", RESOURCE_DOES_NOT_EXIST)
 
     def log_artifact(self, run_id: str, path: str) -> None:
-        self._server.ask(lambda: self._get_active(run_id) and None)
+        name = path.rpartition("/")[2]
+        self._server.ask(lambda: self._get_active(run_id).artifacts.add(name))
 
     def log_artifacts(self, run_id: str, path: str, name: str = "") -> None:
         self.log_artifact(run_id, path)
