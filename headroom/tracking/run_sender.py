@@ -337,7 +337,6 @@ class Sender:
         Return the times that are only known at its end. Raises what MLflow raises. end_ms:
         when it ended, if not now.
         """
-        (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
             if self.state.unsent:

@@ -305,6 +305,7 @@ class SimulatedRecording(Recording):
             name = self.folder.name
             before = truth.ends.get(name, {"KILLED"})
             truth.ends[name] = before | {"KILLED"}
+            truth.earlier.setdefault(name, set()).update(before)  # perhaps told, and not heard of
             try:
                 if self._reopen(claim.step) is not None:
                     truth.ends[name] = {"KILLED"}
