@@ -71,7 +71,7 @@ class Start:
     points: int = 5
     pause_s: float = 1.0
     keeps_every: int = 2  # points, a checkpoint
-    ends: str = "done"  # done, fails, stops, left (without a word)
+    ends: str = "done"  # done, fails, stops, left (without a word), gone (and who sends it, too)
     device: bool = False
     waits: bool = True
 
@@ -80,8 +80,9 @@ class Start:
 class Sweep:
     """Somebody else who cleans up, or sends a folder."""
 
-    at_s: float
+    at_s: float  # since that start was asked for
     how: str = "tidy"  # tidy, folder
+    start: int = 0  # by its number
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class History:
         drawn = random.Random(seed)
         starts = tuple(_draw_start(drawn, i) for i in range(drawn.choice((1, 1, 2, 2, 3))))
         sweeps = tuple(
-            Sweep(drawn.uniform(0, 30), drawn.choice(("tidy", "tidy", "folder")))
+            Sweep(drawn.uniform(0, 30), drawn.choice(SWEEPS))
             for _ in range(drawn.choice((0, 0, 0, 1, 2)))
         )
         faults = [_draw_fault(drawn) for _ in range(drawn.choice((0, 1, 1, 1, 2, 2, 3, 4)))]
@@ -114,6 +115,9 @@ class History:
         if seed % CROWD == CROWD - 1:
             starts = _draw_crowd(drawn)
             faults.append(Fault("lock", drawn.randint(1, 120), "kill"))
+        if seed % CROWD == 0:
+            starts, sweeps = _draw_left(drawn)
+            faults = [*faults[:1], *_draw_unwatched(drawn)]
         return cls(
             seed,
             starts,
@@ -127,7 +131,8 @@ class History:
         )
 
 
-CROWD = 20  # one history of so many is of trainings that want the same at once
+SWEEPS = ("tidy", "tidy", "folder")
+CROWD = 20  # one history of so many is of trainings that want the same at once, one of a sweep then
 
 
 def _draw_crowd(drawn: random.Random) -> tuple[Start, ...]:
@@ -149,6 +154,28 @@ def _draw_crowd(drawn: random.Random) -> tuple[Start, ...]:
         ends = drawn.choice(("done", "fails"))
         starts.append(replace(one, **{"ends": ends, "waits": False, **how}))  # type: ignore[arg-type]
     return tuple(starts)
+
+
+def _draw_left(drawn: random.Random) -> tuple[tuple[Start, ...], tuple[Sweep, ...]]:
+    """Return a training that is gone on with soon after it was left, and who cleans up then."""
+    one = Start(points=drawn.randint(1, 3), pause_s=0.5, keeps_every=1)
+    one = replace(one, ends=drawn.choice(("left", "gone", "gone")))
+    by, pause_s = drawn.choice(("key", "key", "checkpoint", "late")), drawn.choice((0.5, 3.0, 12.0))
+    other = replace(one, ends="done", points=6, after_s=drawn.uniform(0, 0.5), by=by)
+    other = replace(other, pause_s=pause_s, waits=drawn.random() < 0.5)
+    sweeps = [
+        Sweep(other.after_s + drawn.choice((drawn.uniform(-0.02, 0.02), drawn.uniform(0, 20))), how, 1)
+        for how in drawn.choices(SWEEPS, k=drawn.randint(1, 3))
+    ]
+    return (one, other), tuple(sweeps)
+
+
+def _draw_unwatched(drawn: random.Random) -> list[Fault]:
+    """Return what ends each sending process for a while, and sets the clock."""
+    at = drawn.choice(("any", "training"))
+    clock = Fault(at, drawn.randint(1, 200), "clock", drawn.choice((-3600.0, 5.0, 86400.0)))
+    gone = Fault("any", drawn.randint(1, 300), "no memory", drawn.choice((5.0, 40.0)))
+    return [clock, gone][: drawn.randint(0, 2)]
 
 
 def _draw_start(drawn: random.Random, index: int) -> Start:
@@ -294,7 +321,9 @@ class SimulatedRecording(Recording):
             raise RuntimeError("the loop failed")
         if start.ends == "stops":
             self._found.stopped = "a time limit"
-        if start.ends == "left":
+        if start.ends == "gone" and self._journal._sender is not None:
+            play.world.kill(self._journal._sender.process)
+        if start.ends in ("left", "gone"):
             play.world.kill(me)
 
     def _open(self, start: Start) -> None:
@@ -387,11 +416,12 @@ class Play:
         world.set_name(world.root, DATABASE[1:], world.make(DATABASE, is_dir=False, mode=0o600))
         world.sync()
         begun = []
-        for sweep in history.sweeps:
-            world.begin("tidy", lambda sweep=sweep: self._sweep(sweep))  # type: ignore[misc]
-        for start in history.starts:
+        for number, start in enumerate(history.starts):
             if begun and not start.beside:
                 self._wait_for(begun)
+            for sweep in history.sweeps:
+                if sweep.start == number:
+                    world.begin("tidy", lambda sweep=sweep: self._sweep(sweep))  # type: ignore[misc]
             world.wait(None, start.after_s)
             begun.append(world.begin("training", lambda start=start: self.train(start)))  # type: ignore[misc]
         self._wait_for(begun)

@@ -86,12 +86,12 @@ class Server:
         if here.mono < here.away_until:
             here.answer_fault = ""
             raise make_away()
-        here.mono += ANSWER_S
         fault, here.answer_fault = here.answer_fault, ""
         if fault == "dropped":
             raise make_away()
         answer = call()
         here.done()
+        here.wait(None, ANSWER_S)  # it is on its way, and others go on
         if fault == "twice":
             with suppress(MlflowException):
                 answer = call()
