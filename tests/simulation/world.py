@@ -147,7 +147,7 @@ class World:
         """Begin a process. Its number may be that of one that is gone."""
         pid = next(
             p
-            for p in iter(lambda: self.drawn.randint(100, 160), None)
+            for p in iter(lambda: self.drawn.randint(100, 139), None)
             if p not in self.processes and self.mono - self.ended.get(p, 0.0) > AGAIN_S
         )
         process = Process(pid, kind, self.mono)
