@@ -386,9 +386,7 @@ def _send_rest(sender: Sender, dead: str) -> bool:
             return True
         sender.folder = Path()
     if not sender.has_folder:
-        sender.client.set_tag(sender.state.run_id, "end.reason", dead)
-        sender.client.set_terminated(sender.state.run_id, "KILLED")
-        return True
+        return _end_without_folder(sender.client, stored, dead)
     if sender.state.closed:
         return True
     log = sender.folder / LOG
@@ -408,6 +406,27 @@ def _send_rest(sender: Sender, dead: str) -> bool:
     run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
     return True
+
+
+def _end_without_folder(client: MlflowClient, run: Run, dead: str) -> bool:
+    """End a run whose folder is not here, as KILLED. Return False where its process is another
+    host's or lives: no lock tells of somebody who goes on with it elsewhere meanwhile."""
+    if not _is_dead_here(run):
+        return False
+    run_id = run.info.run_id
+    client.set_tag(run_id, "end.reason", dead)
+    client.set_terminated(run_id, "KILLED")
+    run = client.get_run(run_id)
+    if run.info.status == "KILLED" and not _is_dead_here(run):
+        client.update_run(run_id, status="RUNNING")
+        client.delete_tag(run_id, "end.reason")
+        return False
+    return True
+
+
+def _is_dead_here(run: Run) -> bool:
+    tags = run.data.tags
+    return bool(tags.get("host") == socket.gethostname() and not is_run_alive(tags))
 
 
 def _is_double(sender: Sender) -> bool:

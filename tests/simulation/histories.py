@@ -391,6 +391,8 @@ class Play:
             raise Broken(f"the log of {name} says an end, and it trains")
         run = self.server.runs.get(journal.run_id)
         if run is not None and run.status != "RUNNING":
+            world.wait(None, 1.0)  # who has looked for the process again puts it right
+        if run is not None and run.status != "RUNNING":
             raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
         sender = journal._sender
         is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM

@@ -161,6 +161,13 @@ class Client:
 
         self._server.ask(do)
 
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        def do() -> list[Any]:
+            found = sorted(p for p in self._get(run_id).points if p[0] == key)
+            return [Metric(k, value, ms, step) for k, value, ms, step in found]
+
+        return self._server.ask(do)
+
     def log_inputs(self, run_id: str, inputs: Any) -> None:
         self._server.ask(lambda: self._get_active(run_id) and None)
 
