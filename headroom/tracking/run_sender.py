@@ -483,7 +483,11 @@ class Sender:
     def _keep(self) -> None:
         half = self.folder / f"{SENT}.new"
         half.write_text(json.dumps(vars(self.state)))
+        if self.state.beyond:  # a power cut that takes this would let steps be there twice
+            write_to_disk(half)
         half.rename(self.folder / SENT)
+        if self.state.beyond:
+            write_to_disk(self.folder)
 
 
 def _describe_environment() -> str:

@@ -64,7 +64,7 @@ class History:
         for fault in [f for f in faults if f.what == "full" and drawn.random() < 0.5]:
             nth = fault.nth + drawn.randint(1, drawn.choice((6, 60)))
             faults.append(Fault(fault.at, nth, "room"))
-        if seed % SCENE == SCENE - 1:
+        if is_scene := seed % SCENE == SCENE - 1:
             starts, sweeps, faults = drawn.choice(SCENES)(drawn, faults)
         return cls(
             seed,
@@ -74,7 +74,7 @@ class History:
             direct=drawn.random() < 0.4,
             busy=drawn.random() < 0.2,
             lies=drawn.random() < 0.1,
-            switch=drawn.choice((0.0, 0.02, 0.1, 0.4)),
+            switch=drawn.choice((0.1, 0.4) if is_scene else (0.0, 0.02, 0.1, 0.4)),
             resumes_at_last=drawn.random() < 0.5,
         )
 
@@ -86,11 +86,11 @@ Scene = tuple[tuple[Start, ...], tuple[Sweep, ...], list[Fault]]
 
 def _draw_crowd(drawn: random.Random, faults: list[Fault]) -> Scene:
     """Draw trainings that want one key, one run's folder or one device."""
-    wants = drawn.choice(("key", "folder", "device"))
+    wants = drawn.choice(("key", "key", "folder", "device"))
     starts = []
     for _ in range(drawn.randint(3, 6)):
         how = {
-            "key": {"after_s": drawn.uniform(0, 0.05), "pause_s": 0.0, "asks": 20},
+            "key": {"after_s": drawn.uniform(0, 0.05), "pause_s": 0.0, "asks": 60},
             "folder": {
                 "after_s": drawn.choice((0.0, 1.0, 2.0)),
                 "pause_s": 0.5,
@@ -140,7 +140,7 @@ def _draw_unwatched(drawn: random.Random, faults: list[Fault]) -> Scene:
 
 
 def _draw_regrown(drawn: random.Random, faults: list[Fault]) -> Scene:
-    """Draw a training that goes on after the power was cut, perhaps twice."""
+    """Draw a training that goes on after the power was cut, perhaps twice, or without MLflow."""
     starts = [
         Start(
             points=drawn.randint(2, 8),
@@ -155,6 +155,10 @@ def _draw_regrown(drawn: random.Random, faults: list[Fault]) -> Scene:
         Fault(at, drawn.randint(1, most), "power")
         for at, most in drawn.choices((("sleep", 12), ("server", 30), ("write", 60)), k=2)
     ]
+    if drawn.random() < 0.5:
+        nth = drawn.randint(5, 30)
+        cuts = [Fault("server", nth, "power"), Fault("server", nth + 1, "away", 40.0)]
+        return tuple(starts), (), cuts
     return tuple(starts), (), [*faults[:1], *cuts[: drawn.randint(1, 2)]]
 
 

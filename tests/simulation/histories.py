@@ -308,7 +308,7 @@ class Play:
             except SystemExit as refused:
                 if refused.code != HELD or not left:
                     raise
-            self.world.sleep(0.01 * self.world.drawn.random())
+            self.world.sleep(0.002 * self.world.drawn.random())
 
     def train(self, start: Start) -> None:
         """One start of a training, whatever comes of it."""
