@@ -158,9 +158,10 @@ class Journal:
         """Begin to open the experiment; `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
-        self._order = {"where": where.model_dump(), "prefect_api": prefect_api}
-        self._order["pid"] = os.getpid()
-        self._tell(self._order)
+        with self._telling:
+            self._order = {"where": where.model_dump(), "prefect_api": prefect_api}
+            self._order["pid"] = os.getpid()
+            self._tell(self._order)
 
     def create(
         self,
@@ -255,7 +256,8 @@ class Journal:
         run then goes on."""
         assert self._log is not None, "take_back() before create()"
         self._wait_until_open()
-        self._tell({"take_back": str(self.folder)})
+        with self._telling:
+            self._tell({"take_back": str(self.folder)})
         answer = self._answer("take_back", OPEN_S)
         if "away" in answer:
             raise TrackingError(answer["away"])

@@ -283,6 +283,8 @@ class Session:
         """End the run, trying again until `give_up_s` have passed; return the answer to that."""
         if self.sender is None:
             self.answer({"to": "begin", **self.begin(is_over=True)})
+            if not self.wake.get("end") and not read_end(Path(self.wake["folder"])):
+                raise RunGone("another process goes on with the run, and tells MLflow of all of it")
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})
         if self.system is not None:

@@ -223,8 +223,8 @@ class SendingState:
     damaged: int = 0  # lines that had to be skipped
     unsent: str = ""  # why it has ended and not all of it could be sent
     earlier: str = ""  # flow runs that the run began in, and does not end in: separated by commas
-    # The newest step of each metric of which MLflow has more than this log: of one that was lost
-    # with its machine, or of a copy of the folder that was made before.
+    # The newest step of each metric of which MLflow has more than this log, and up to which it is
+    # asked for each: of one that was lost with its machine, or a copy of the folder made before.
     beyond: dict[str, int] = field(default_factory=dict)
 
 
@@ -245,6 +245,7 @@ class Sender:
     told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
     registered: str = ""  # what became of the model in MLflow's registry
     held: FileLock | None = None  # the lock of the folder, while this process sends it
+    there: dict[str, set[int]] = field(default_factory=dict)  # steps up to state.beyond, by metric
 
     @property
     def has_folder(self) -> bool:
@@ -286,10 +287,8 @@ class Sender:
         with suppress(FileNotFoundError), open(self.folder / LOG, "rb") as log:
             how = {"most_bytes": most_bytes, "begun": self.state.begun}
             batches = read_metric_batches(log, self.state.offset, **how, damaged=bad, tags=tags)
-            beyond = self.state.beyond
             for batch, offset in batches:
-                if beyond:  # trained a second time, at another time: MLflow would show both
-                    batch = [s for s in batch if s[-1] == ONCE or s[-1] > beyond.get(s[0], -1)]
+                batch = self._select_new(batch)
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
@@ -306,6 +305,16 @@ class Sender:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
         self._send_tags(self.tags)
         self.tags.clear()
+
+    def _select_new(self, batch: list[Sample]) -> list[Sample]:
+        """Return what MLflow has not: of a step that was trained a second time, at another time, it
+        would show both. What it lacks below its newest step, a power cut took before."""
+        beyond = self.state.beyond
+        again = {s[0] for s in batch if ONCE != s[-1] <= beyond.get(s[0], -1)} if beyond else set()
+        for name in again - self.there.keys():
+            points = self.client.get_metric_history(self.state.run_id, name)
+            self.there[name] = {p.step for p in points if ONCE != p.step <= beyond[name]}
+        return [s for s in batch if s[0] not in again or s[-1] not in self.there[s[0]]]
 
     def _send_tags(self, tags: Mapping[str, str]) -> None:
         if tags:
@@ -338,7 +347,6 @@ class Sender:
         Return the times that are only known at its end. Raises what MLflow raises. end_ms:
         when it ended, if not now.
         """
-        (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
             if self.state.unsent:
@@ -477,7 +485,11 @@ class Sender:
     def _keep(self) -> None:
         half = self.folder / f"{SENT}.new"
         half.write_text(json.dumps(vars(self.state)))
+        if self.state.beyond:  # a power cut that takes this would let steps be there twice
+            write_to_disk(half)
         half.rename(self.folder / SENT)
+        if self.state.beyond:
+            write_to_disk(self.folder)
 
 
 def _describe_environment() -> str:

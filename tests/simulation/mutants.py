@@ -56,8 +56,16 @@ MUTANTS = (
     Mutant(
         "the offset is never moved back to what MLflow has",
         "headroom.tracking.orphaned_runs:find_sending_state",
-        "        return _begin_again(whole, run, folder)\n    whole.beyond = said.beyond\n",
-        "        pass\n    whole.beyond = said.beyond\n",
+        """    try:
+        before = read_metrics_before(folder / LOG, said.offset) if said.offset else {}
+    except (OSError, ValueError, TypeError) as error:
+        print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
+        return _begin_again(whole, run, folder)
+    if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
+        # It is not the newest that MLflow holds: less was sent, or more.
+        return _begin_again(whole, run, folder)
+""",
+        "",
         "after a power cut, points of a log that has grown anew are not sent",
     ),
     Mutant(

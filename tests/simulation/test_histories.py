@@ -4,7 +4,8 @@ that once did not hold. The other half is test_more_histories.py's: two processe
 import pytest
 
 from tests.simulation.__main__ import explain, find_failure, play_seeds
-from tests.simulation.histories import KINDS, History, Start, Sweep, stage
+from tests.simulation.drawing import KINDS, History, Start, Sweep
+from tests.simulation.histories import stage
 from tests.simulation.world import Fault
 
 PORTION = 2_500  # histories of one test
