@@ -20,7 +20,8 @@ from headroom.process import children
 from headroom.report import run_report
 from headroom.run import findings, known_runs, recording, resume, run_keys, tidy
 from headroom.run.recording import Recording
-from headroom.run.resume import KeyHeld, LoopClaim, NamedRun
+from headroom.run.resume import LoopClaim, NamedRun
+from headroom.run.run_keys import KeyHeld
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking import (
     journal,
