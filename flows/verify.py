@@ -1,6 +1,7 @@
 """Trains a window of a run anew and says whether it comes out the same, to the bit, step by step:
 `python -m flows.verify RUN`. The run is only read. Exit codes: 0 equal, 1 something differs, 2 bad
-input, or nothing to compare with, 130 interrupted.
+input, or nothing to compare with, 3 something differs, but by operations that need not be the same,
+130 interrupted.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ examples:
   python -m flows.verify night --from 0 --steps 200
   python -m flows.verify night --flip           # must say that something differs
 
-exit codes: 0 equal, 1 something differs, 2 bad input, or nothing to compare with
+exit codes: 0 equal, 1 something differs, 2 bad input, or nothing to compare with, 3 something
+differs, but operations that are not deterministic on this device are named
 """
 
 
@@ -68,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         print("\n".join(_describe(run.name, found)))
-    return int(found.difference is not None)
+    if found.difference is None:
+        return 0
+    return 3 if found.operations else 1
 
 
 def _find_run(word: str | None, runs: Path) -> KnownRun:
@@ -112,10 +115,19 @@ def _describe(name: str, found: Verification) -> list[str]:
             *changes,
         ]
     first = found.difference
+    where = f"at step {first.step:,}, first in {first.tensor}; {trained}."
+    verdict = f"{name}: DIFFERS {where}"
+    why = [first.why]
+    if found.operations:
+        verdict = f"{name}: not deterministic by: {', '.join(found.operations)}"
+        why = [
+            f"otherwise {where}",
+            "That is no fault: they need not come out the same to the bit on this device. Set "
+            "train.deterministic, where each of them has a deterministic kind.",
+        ]
     return [
-        f"{name}: DIFFERS at step {first.step:,}, first in {first.tensor}; {trained}.",
-        f"  {first.what}",
-        *([f"  {first.why}"] if first.why else []),
+        verdict,
+        *(f"  {line}" for line in (first.what, first.more, *why) if line),
         *(changes or ["  No change of the environment is known since it was trained."]),
     ]
 
@@ -147,7 +159,9 @@ def _describe_limits(found: Verification) -> list[str]:
         why = f"behind step {FIRST_STEPS:,} each tenth does, as far as there is room"
     else:
         why = "a run with train.deterministic does"
-    return [f"not step by step: {missing:,} of the steps kept no digests; {why}"]
+    if found.other_digests:
+        why = "those of another version of Headroom can't be compared"
+    return [f"not step by step: {missing:,} of the steps have no digests; {why}"]
 
 
 def _parse_steps(text: str) -> int:

@@ -13,14 +13,21 @@ import torch
 from torch import Tensor
 
 from headroom.settings.read_settings import ConfigError
-from headroom.training.step_digests import OF_SQUARES, OF_SUM, compute_digest, view_words
+from headroom.training.step_digests import (
+    PERIODS,
+    compute_digest,
+    draw_weights,
+    fold_words,
+    spread_bits,
+    view_words,
+)
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def describe_difference(was: Tensor, now: Tensor) -> str:
     """Return how the tensors differ in words; empty where they are the same to the bit."""
-    was, now = was.detach().cpu(), now.detach().cpu()
+    was, now = (t.detach().to_dense().cpu() for t in (was, now))
     if was.shape != now.shape or was.dtype != now.dtype:
         return f"it was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
     if was.is_complex():
@@ -63,23 +70,35 @@ def _order(integer: int, tensor: Tensor) -> int:
 
 def explain_by_one_bit(now: Tensor, digest: int) -> str:
     """Return in words which bit of the tensor, flipped, gives that digest; empty where none does.
-    To take another one's for it has a chance of one in 2**64 for each bit that there is."""
+    To take another one's for it has a chance of one in 2**32 at most for each bit that there is."""
+    if now.is_sparse:  # its digest is of places, too
+        return ""
     now = now.detach().cpu()
     size, words = view_words(now)
     missing = torch.tensor(digest) - compute_digest(now)
     for bit in range(64):
-        # int64 wraps around, as the digest does.
-        one = torch.tensor(1, dtype=torch.int64) << bit
-        change = torch.where((words >> bit) & 1 == 1, -one, one)
-        gives = change * OF_SUM + (2 * words + change) * change * OF_SQUARES
-        (places,) = torch.nonzero(gives == missing, as_tuple=True)
+        (places,) = torch.nonzero(_compute_changes(words, bit) == missing, as_tuple=True)
         places = places[places * 64 + bit < size * 8]  # not of the zeros behind the last
-        if len(places) > 1:  # of the highest bits, and of equal values, the digest knows no place
+        if len(places) > 1:
             which = (int(places[0]) * 64 + bit) % (8 * now.element_size())
             return f"one bit: bit {which} of one of {len(places):,} elements"
         if len(places):
             return _name_bit(now, int(places[0]) * 64 + bit)
     return ""
+
+
+def _compute_changes(words: Tensor, bit: int) -> Tensor:
+    """Return by how much the digest changes where this bit of a word is flipped, for each word."""
+    one = torch.tensor(1, dtype=torch.int64) << bit  # int64 wraps around, as the digest does
+    is_set = (words >> bit) & 1 == 1
+    sums, weights = fold_words(words), torch.from_numpy(draw_weights())
+    places, changes, begin = torch.arange(len(words)), torch.zeros_like(words), 0
+    for period in PERIODS if len(sums) < len(words) else (len(words),):
+        part, weight = (row[begin : begin + period] for row in (sums, weights))
+        more, less = ((spread_bits(part + d) - spread_bits(part)) * weight for d in (one, -one))
+        changes += torch.where(is_set, less[places % period], more[places % period])
+        begin += period
+    return changes
 
 
 def _name_bit(now: Tensor, at: int) -> str:

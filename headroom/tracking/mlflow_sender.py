@@ -44,6 +44,7 @@ with pause_collection():
     from headroom.process.redaction import redact, redact_output
     from headroom.report import run_report
     from headroom.tracking import mlflow_store, orphaned_runs, send_later
+    from headroom.tracking.answer_limits import make_client
     from headroom.tracking.journal import RunGone
     from headroom.tracking.orphaned_runs import LeftRun
     from headroom.tracking.query_runs import find_newest_metrics, read_history
@@ -54,7 +55,11 @@ with pause_collection():
         try_sending_lock,
         wait_for_sending_lock,
     )
-    from headroom.tracking.tracking_settings import TrackingSettings, read_tracking_settings
+    from headroom.tracking.tracking_settings import (
+        TrackingError,
+        TrackingSettings,
+        read_tracking_settings,
+    )
     from headroom.watch import host_memory
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
@@ -97,7 +102,8 @@ class Session:
             self._answer_for("begin", self.begin)
         elif self.sender is None:
             self.is_patient = True  # nobody waits for it
-            self.held = self.held or try_sending_lock(folder)
+            with suppress(OSError, TrackingError):  # told when the run is begun
+                self.held = self.held or try_sending_lock(folder)
 
     def take_back(self, take_back: str, again: bool) -> dict[str, Any]:
         """Let MLflow have nothing of the run that has begun in that folder: another is gone on with
@@ -385,7 +391,7 @@ def send_folder(folder: Path) -> int:
     """Send one run's folder now. Returns the exit code."""
     try:
         chosen = read_tracking_settings()
-        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, SendingState("", ""))
+        sender = Sender(make_client(chosen.tracking_uri), chosen, folder, SendingState("", ""))
         if not orphaned_runs.send_rest(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1

@@ -46,6 +46,7 @@ from headroom.base.event_log import (
 from headroom.base.file_lock import FileLock, is_held
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import is_run_alive
+from headroom.tracking.answer_limits import make_client
 from headroom.tracking.journal import RunGone
 from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
@@ -507,7 +508,7 @@ def answer_tidy(act: Callable[..., Iterator[Any]]) -> dict[str, Any]:
     order: dict[str, Any] = json.loads(asked)
     chosen = TrackingSettings(**order["where"])
     try:
-        client = MlflowClient(chosen.tracking_uri)
+        client = make_client(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
         for one in act(client, chosen, ids, does=order["does"]):
             print(json.dumps(asdict(one)), flush=True)

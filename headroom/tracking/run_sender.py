@@ -43,6 +43,7 @@ from headroom.base.event_log import (
     read_log_ends,
     read_metric_batches,
     read_series,
+    refuse_links,
     write_to_disk,
 )
 from headroom.base.file_lock import FileLock
@@ -52,7 +53,7 @@ from headroom.report import run_report
 from headroom.tracking import model_sender
 from headroom.tracking.journal import RunGone
 from headroom.tracking.mlflow_pages import make_run_path
-from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 
 SHARE = 0.005  # of a core, where none is idle
 SPARE_CORES = 0.5  # so much of one idle is a core to work on
@@ -364,7 +365,8 @@ class Sender:
         self._keep()
         # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
         for path in self.folder.rglob("*"):
-            path.chmod(0o700 if path.is_dir() else 0o600)
+            if not path.is_symlink():  # as its user may have laid one since
+                path.chmod(0o700 if path.is_dir() else 0o600)
         return times
 
     def close_copy(self) -> None:
@@ -623,8 +625,12 @@ def wait_for_sending_lock(folder: Path) -> FileLock:
 def try_sending_lock(folder: Path) -> FileLock | None:
     """Return the folder's lock, held until it is closed or the process ends.
 
-    None where another has it.
+    None where another has it. Raises TrackingError where the folder holds what leads out of it.
     """
+    try:
+        refuse_links(folder)
+    except OSError as error:
+        raise TrackingError(f"runs: {error.filename} {error.strerror}") from None
     mine = FileLock(folder / SENDING_LOCK)
     if mine.take():
         return mine

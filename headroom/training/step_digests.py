@@ -1,8 +1,16 @@
 """Keeps, of each step of a training, what shows later whether it was taken in the same way again: a
 digest of 8 bytes for the loss, for each gradient, weight and buffer, and for each tensor of the
-optimizer's state and of the random numbers. One flipped bit always changes a digest. The digests
-are computed where the tensors are, and read from there many steps at once. They go to files beside
-the checkpoints, of a bounded size: the first steps and the newest stay.
+optimizer's state and of the random numbers. The digests are computed where the tensors are, and
+read from there many steps at once. They go to files beside the checkpoints, of a bounded size: the
+first steps and the newest stay.
+
+A digest is a sum over 64-bit words, so it is the same in whatever order a device adds. Each place
+has a weight of its own, an odd random number, and the upper half of a word counts in the lower one,
+too: a change within 4 bytes of a tensor of up to 65,536 bytes always shows, and of all others one
+in 2**32 does not at worst, where only highest bits differ, and one in 2**63 as a rule. A larger
+tensor is summed before, twice, by the places modulo each of two periods: two words that change are
+never in one sum both times, but where they lie 134 MB apart; four at the corners of a rectangle of
+these periods may cancel out.
 """
 
 from __future__ import annotations
@@ -16,8 +24,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, compress
+from itertools import accumulate, compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +47,10 @@ MOST_BYTES = 16 * 2**20  # of each of these files
 FLUSH_STEPS = 64
 # Of so many first steps each has digests, and then each tenth: they may cost as much as the step.
 FIRST_STEPS, EVERY = 1000, 10
-# The first is odd and the second even: a flip of bit k changes the sum by an odd multiple of 2**k.
-OF_SUM, OF_SQUARES = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1E
+VERSION = 2  # of what a digest is
+PERIODS = (4093, 4099)  # words; prime, so that two places are alike by both only far apart
+AT_A_TIME = 8  # rows that are added: of more, a processor would not read ahead
+MOST_WORDS = sum(PERIODS)  # of a tensor that is not summed before
 SIDE_BY_SIDE = (
     torch.float32,
     torch.bfloat16,
@@ -48,7 +59,6 @@ SIDE_BY_SIDE = (
     torch.int64,
     torch.uint8,
 )
-MOST_SMALL = 2**16  # elements
 VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     *("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -88,46 +98,108 @@ def _join(keys: Any, rest: Any) -> np.ndarray:
     return np.concatenate([np.asarray(keys, np.int64), np.asarray(plain, np.int64)])
 
 
-def send_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return these numbers on a device."""
-    return torch.tensor(numbers, device=device)
+@dataclass(frozen=True)
+class Layout:
+    """Where the words of tensors that are laid side by side begin and end, on their device."""
+
+    weights: Tensor  # of each word, by its place in its tensor; before them a zero
+    ends: Tensor  # of each tensor, in words, behind a zero
+    sizes: Tensor  # of each tensor, in bytes
+    back: Tensor  # where the tensors of the order asked for lie
 
 
-Send = Callable[[tuple[int, ...], torch.device], Tensor]
+@lru_cache(maxsize=1)
+def draw_weights() -> np.ndarray:
+    """Return the weights of the places, which are the same for ever."""
+    drawn = np.random.PCG64(40).random_raw(MOST_WORDS)  # a stream that numpy promises to keep
+    return (drawn | 1).view(np.int64)
+
+
+def make_layout(
+    counts: tuple[int, ...], sizes: tuple[int, ...], order: tuple[int, ...], device: torch.device
+) -> Layout:
+    """Return the layout of tensors of so many words and bytes; order: their numbers in the order
+    asked for."""
+    weights = [np.zeros(1, np.int64), *(draw_weights()[:count] for count in counts)]
+    return Layout(
+        weights=torch.from_numpy(np.concatenate(weights)).to(device),
+        ends=torch.tensor((0, *accumulate(counts)), device=device),
+        sizes=torch.tensor(sizes, device=device),
+        back=torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=device),
+    )
+
+
+MakeLayout = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.device], Layout]
 
 
 @torch.no_grad()
-def compute_digests(tensors: Sequence[Tensor], send: Send = send_numbers) -> Tensor:
-    """Return the digest of each of these tensors of one device, in a row on it. Small ones are laid
-    side by side and taken at once: one by one, the calls would take longer than the work."""
+def compute_digests(tensors: Sequence[Tensor], make_layout: MakeLayout = make_layout) -> Tensor:
+    """Return 64 bits of each of these tensors of one device, as a row of int64 on it: of the words
+    that `fold_words` makes of its bytes a sum, each word by a weight of its place, and its size. It
+    never waits for the device. Tensors are laid side by side and taken at once: one by one, the
+    calls would take longer than the work."""
     small: dict[torch.dtype, list[int]] = {}
     order: list[int] = []
-    large: list[Tensor] = []
+    sizes: list[int] = []
+    rows: list[Tensor] = []
     for i, tensor in enumerate(tensors):
-        is_plain = tensor.dtype in SIDE_BY_SIDE and not tensor.is_sparse
-        if is_plain and 0 < tensor.numel() <= MOST_SMALL:
+        if (
+            tensor.dtype in SIDE_BY_SIDE
+            and not tensor.is_sparse
+            and tensor.nbytes <= 8 * MOST_WORDS
+        ):
             small.setdefault(tensor.dtype, []).append(i)
         else:
+            size, words = view_words(tensor)
             order.append(i)
-            large.append(compute_digest(tensor))
-    rows = [torch.stack(large)] if large else []
-    if small:
-        of_types = [[tensors[i] for i in of] for of in small.values()]
-        rows.append(_digest_side_by_side(of_types, send))
-    order += chain.from_iterable(small.values())
-    back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return torch.cat(rows)[send(back, tensors[0].device)]
+            sizes.append(size)
+            rows.append(fold_words(words))
+    counts = [len(row) for row in rows]
+    for of in small.values():
+        rows.append(_lay_side_by_side([tensors[i] for i in of]))
+        counts += [-(-tensors[i].nbytes // 8) for i in of]
+        sizes += [tensors[i].nbytes for i in of]
+        order += of
+    layout = make_layout(tuple(counts), tuple(sizes), tuple(order), tensors[0].device)
+    mixed = spread_bits(torch.cat([layout.ends[:1], *rows])).mul_(layout.weights)
+    return (mixed.cumsum_(0)[layout.ends].diff() + layout.sizes)[layout.back]
 
 
-def _digest_side_by_side(types: list[list[Tensor]], send: Send) -> Tensor:
-    """Return the digests of tensors that are not empty, those of one type after another."""
-    sizes = [tensor.nbytes for tensors in types for tensor in tensors]
-    words = [_lay_side_by_side(tensors) for tensors in types]
-    mixed = torch.cat([words[0].new_zeros(1), *words])
-    mixed.mul_(mixed * OF_SQUARES + OF_SUM)
-    ends = (0, *accumulate(-(-size // 8) for size in sizes))
-    device = mixed.device
-    return mixed.cumsum_(0)[send(ends, device)].diff() + send(tuple(sizes), device)
+def compute_digest(tensor: Tensor) -> Tensor:
+    """Return the digest of one tensor."""
+    return compute_digests([tensor])[0]
+
+
+def spread_bits(words: Tensor) -> Tensor:
+    """Return words whose upper half counts in the lower one, too. By a weight alone, of two highest
+    bits no weight would be left: 2**63 times each odd number is the same."""
+    return (words >> 32).add_(words)
+
+
+def fold_words(words: Tensor) -> Tensor:
+    """Return the words of a tensor, which are few, or of more the sums of those whose places are
+    the same modulo each period. A change of two words cancels out in neither of them, or in one:
+    where their places are the same by both periods, they lie 16 million words apart."""
+    if len(words) <= MOST_WORDS:
+        return words
+    return torch.cat([_fold(words, period) for period in PERIODS])
+
+
+def _fold(words: Tensor, period: int) -> Tensor:
+    rows = len(words) // period
+    sums = _add_rows(words[: rows * period].view(rows, period))
+    rest = words[rows * period :]
+    sums[: len(rest)] += rest
+    return sums
+
+
+def _add_rows(table: Tensor) -> Tensor:
+    rows, columns = table.shape
+    if table.device.type != "cpu" or rows < 2 * AT_A_TIME:
+        return table.sum(0)
+    whole = rows // AT_A_TIME * AT_A_TIME
+    sums = table[:whole].view(-1, AT_A_TIME, columns).sum(1).sum(0)
+    return sums.add_(table[whole:].sum(0))
 
 
 def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:
@@ -141,20 +213,15 @@ def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts).view(torch.int64)
 
 
-@torch.no_grad()
-def compute_digest(tensor: Tensor) -> Tensor:
-    """Return 64 bits of a tensor, as an int64 on its device: of its bits, read as whole numbers x
-    of 8 bytes, a sum of x and of x squared, and its size. It never waits for the device."""
-    size, words = view_words(tensor)
-    squares = torch.dot(words, words) if words.device.type == "cpu" else (words * words).sum()
-    return words.sum() * OF_SUM + squares * OF_SQUARES + size
-
-
 def view_words(tensor: Tensor) -> tuple[int, Tensor]:
     """Return how many bytes a tensor has, and these as whole numbers of 8 bytes each; behind the
     last stand zeros."""
     if tensor.is_sparse:  # a gradient of an embedding
-        tensor = tensor.coalesce().values()
+        tensor = tensor.coalesce()
+        (of_places, places), (of_values, values) = map(
+            view_words, (tensor.indices(), tensor.values())
+        )
+        return of_places + of_values, torch.cat([places, values])
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = octets.numel()
@@ -176,8 +243,8 @@ class StepDigests:
         self._is_there = np.array([])  # which of the names are the device's
         self._written = ""  # the file whose head says these names
         self._is_off = False
-        # Sent to the device again at each step, numbers would make it wait.
-        self._send = lru_cache(maxsize=64)(send_numbers)
+        # Sent to the device again at each step, its numbers would make it wait.
+        self._make_layout = lru_cache(maxsize=64)(make_layout)
 
     def end_step(self, state: Trained, step: int, loss: Tensor) -> None:
         """Take the digests of this step, which is done, if it is one that has some."""
@@ -194,7 +261,7 @@ class StepDigests:
         )
         self._is_there = np.array(is_there)
         self._steps.append(step)
-        self._rows.append([compute_digests(part, self._send) for part in parts if part])
+        self._rows.append([compute_digests(part, self._make_layout) for part in parts if part])
         if len(self._steps) >= FLUSH_STEPS:
             self.flush()
 
@@ -223,7 +290,8 @@ class StepDigests:
             self._written = ""
         lines = b""
         if self._written != name:
-            head = {"names": self._names, "environment": describe_environment()}
+            head = {"version": VERSION, "names": self._names}
+            head |= {"environment": describe_environment()}
             lines = make_event("digests", head, unix_ms=int(time.time() * 1000))
         lines += make_event("digests", content, unix_ms=int(time.time() * 1000))
         with open(self._folder / name, "ab", buffering=0, opener=_open_private) as file:
@@ -255,22 +323,34 @@ def describe_environment() -> dict[str, str]:
     }
 
 
-def read_digests(folder: Path) -> tuple[dict[int, dict[str, int]], dict[str, str]]:
-    """Return the digests by step and name that this run has kept, the newest of each step, and the
-    environment that they were last computed in. Lines that are damaged are left out."""
+@dataclass(frozen=True)
+class KeptDigests:
+    """What a run has kept of its steps."""
+
+    steps: Mapping[int, Mapping[str, int]]  # by step and name
+    environment: Mapping[str, str]  # that they were last computed in
+    others: bool = False  # whether some are of another version, which can't be compared
+
+
+def read_digests(folder: Path) -> KeptDigests:
+    """Return the digests that this run has kept, the newest of each step. Lines that are damaged
+    are left out."""
     steps: dict[int, dict[str, int]] = {}
     environment: dict[str, str] = {}
     names: list[str] = []
+    others = is_other = False
     for content in _iterate_lines(folder / DIGESTS):
         if "names" in content:
             names, environment = content["names"], content["environment"]
+            is_other = content.get("version") != VERSION
+            others |= is_other
             continue
         rows = np.frombuffer(base64.b64decode(content["rows"]), "<i8")
-        if rows.size == len(names) * len(content["steps"]):
+        if rows.size == len(names) * len(content["steps"]) and not is_other:
             table = rows.reshape(len(content["steps"]), len(names)).tolist()
             for step, row in zip(content["steps"], table, strict=True):
                 steps[step] = dict(zip(names, row, strict=True))
-    return steps, environment
+    return KeptDigests(steps, environment, others)
 
 
 def _iterate_lines(folder: Path) -> Iterator[Mapping[str, Any]]:

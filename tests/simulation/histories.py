@@ -18,7 +18,7 @@ from headroom.device.leases import DevicesBusyError
 from headroom.prefect import prefect_http
 from headroom.process import children
 from headroom.report import run_report
-from headroom.run import findings, known_runs, recording, resume, tidy
+from headroom.run import findings, known_runs, recording, resume, run_keys, tidy
 from headroom.run.recording import Recording
 from headroom.run.resume import KeyHeld, LoopClaim, NamedRun
 from headroom.settings.read_settings import ConfigError
@@ -49,8 +49,8 @@ DATABASE = "/mlflow.db"
 DEVICES = ("GPU-1", "GPU-2")
 MODULES = [
     *(event_log, file_lock, leases, prefect_http, children, findings, known_runs, recording),
-    *(resume, tidy, journal, left_folders, mlflow_sender, mlflow_store, orphaned_runs, run_sender),
-    *(query_runs, send_later, tracking_settings, kept_steps, phases),
+    *(resume, run_keys, tidy, journal, left_folders, mlflow_sender, mlflow_store),
+    *(orphaned_runs, run_sender, query_runs, send_later, tracking_settings, kept_steps, phases),
 ]
 METRICS = ("train/loss", "train/lr")
 REPORT = run_sender.REPORT
@@ -488,7 +488,7 @@ class Play:
         wrong += self._judge_logs()
         with played_in(self.world):
             for name in ("k", "other"):
-                with suppress(ConfigError), resume.lock_key(Path(RUNS), name):
+                with suppress(ConfigError), run_keys.lock_key(Path(RUNS), name):
                     continue
                 wrong.append(f"the key {name!r} can't be taken")
         place = self.world.find(LEASES)
@@ -601,7 +601,7 @@ def stage() -> Iterator[None]:
         mlflow_sender: {
             "redact_output": lambda is_log: None,
             "read_tracking_settings": lambda: _playing[-1].where,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "run_report": report,
             "prefect_http": no_prefect,
             "SystemMetricsMonitor": _Quiet,
@@ -614,7 +614,7 @@ def stage() -> Iterator[None]:
         mlflow_store: {"open_experiment": _open_experiment},
         orphaned_runs: {
             "open_experiment": _open_experiment,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "prefect_http": no_prefect,
         },
         run_sender: {

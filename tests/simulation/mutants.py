@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "the key's file is not looked at again",
-        "headroom.run.resume:KeyLock.take",
+        "headroom.run.run_keys:KeyLock.take",
         "            if lock.is_in_place():\n",
         "            if True:\n",
         "two trainings hold one key",

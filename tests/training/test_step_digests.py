@@ -1,5 +1,6 @@
 """Digests of steps: how they are computed, and what a full disk does to them."""
 
+import base64
 import errno
 import gc
 import os
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 from headroom.training import step_digests
+from tests.run_folders import make_event
+
+KNOWN = [-1090260135307116524, 6376747736170929526, -4982493331775601815]
 
 
 def test_digests_are_the_same_one_by_one_and_side_by_side() -> None:
@@ -24,6 +28,44 @@ def test_digests_are_the_same_one_by_one_and_side_by_side() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [9, 5_000, 40_000, 300_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_two_equal_changes_of_a_tensor_do_not_cancel_out(size: int, dtype: torch.dtype) -> None:
+    """Two sign bits did."""
+    whole = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for bit in {0, 15, 8 * whole.element_size() - 2, 8 * whole.element_size() - 1}:
+        for first, second in ((0, 1), (1, 3), (2, 6), (0, size - 1), (size // 2, size // 2 + 4)):
+            changed = whole.clone()
+            raw, byte = changed.view(torch.uint8).view(size, -1), bit // 8  # little-endian
+            raw[[first, second], byte] ^= 1 << bit % 8
+            digests = step_digests.compute_digests([whole, changed]).tolist()
+            assert digests[0] != digests[1], (bit, first, second)
+
+
+@pytest.mark.parametrize("size", [600, 40_000])
+def test_elements_that_change_places_change_the_digest(size: int) -> None:
+    whole = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    rows = whole.view(-1, 20)
+    others = [whole.flip(0), rows.roll(1, 0), rows[:, [1, 0, *range(2, 20)]], -whole]
+    digests = step_digests.compute_digests([whole, *others]).tolist()
+    assert len({*digests}) == len(digests)
+
+
+def test_a_digest_is_the_same_for_ever() -> None:
+    """Runs of another day are compared by it."""
+    tensors = [torch.arange(5.0), torch.arange(50_000.0), torch.tensor([True, False])]
+    assert step_digests.compute_digests(tensors).tolist() == KNOWN
+
+
+def test_digests_of_another_version_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "digests").mkdir()
+    head, rows = {"names": ["loss"], "environment": {}}, base64.b64encode(bytes(8)).decode()
+    lines = [make_event("digests", one, unix_ms=1) for one in (head, {"steps": [1], "rows": rows})]
+    (tmp_path / "digests" / "first.jsonl").write_bytes(b"".join(lines))
+    kept = step_digests.read_digests(tmp_path)
+    assert kept.others and not kept.steps
+
+
 def test_a_full_disk_ends_the_digests_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +77,7 @@ def test_a_full_disk_ends_the_digests_with_one_warning(
         digests.end_step(state, step, torch.tensor(1.0))
         digests.flush()
     assert caplog.text.count("digests of steps: [Errno 28] No space left on device; ") == 1
-    assert not step_digests.read_digests(tmp_path)[0]
+    assert not step_digests.read_digests(tmp_path).steps
 
 
 def fail_for_want_of_space(file: Any, lines: bytes) -> None:
@@ -64,5 +106,5 @@ def test_of_later_steps_each_tenth_has_digests(tmp_path: Path) -> None:
     for step in range(995, 1031):
         digests.end_step(trained, step, torch.ones(()))
     digests.flush()
-    there, _ = step_digests.read_digests(tmp_path)
+    there = step_digests.read_digests(tmp_path).steps
     assert sorted(there) == [995, 996, 997, 998, 999, 1000, 1010, 1020, 1030]

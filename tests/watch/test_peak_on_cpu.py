@@ -114,7 +114,11 @@ class Training:
         there = sum(
             t.nbytes for t in (*self.net.parameters(), *self.net.buffers(), *states, self.x)
         )
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
+        ) as seen:
             self.take_step()
         kind = torch._C._profiler._EventType.Allocation
         told: list[tuple[int, int]] = []
@@ -165,7 +169,11 @@ def test_without_what_kernels_take_it_would_not_be(monkeypatch: pytest.MonkeyPat
 
 def test_while_a_profiler_of_the_loop_is_on_the_peak_is_a_lower_bound() -> None:
     training = Training()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
+    ) as seen:
         told = training.count()
     assert told["memory/peak_is_lower_bound"] == 1
     assert told["memory/run_peak_allocated_mib"] > 0
@@ -192,7 +200,11 @@ def test_a_profiler_that_the_loop_begins_in_a_counted_step_works() -> None:
 def test_a_profiler_of_later_is_told_the_truth() -> None:
     """The allocator kept the size by the address, and told it of any later block there."""
     kept = KernelMemory().call(torch.ones, (10_000,), {}).out
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
+    ) as seen:
         del kept
     assert [e for e in seen.events() if e.name == "[memory]" and e.self_cpu_memory_usage] == []
 
