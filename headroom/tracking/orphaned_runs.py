@@ -199,6 +199,9 @@ def begin_run(
     state = find_sending_state(client, run, folder)
     begin = _read_new_begin(folder, state.begun)
     if begin is None:
+        if run.info.status != "RUNNING" and is_going_on(folder):  # it was to be taken back
+            client.update_run(run.info.run_id, status="RUNNING")
+            state.closed = False
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
     _refuse_living(run, tags)

@@ -110,7 +110,7 @@ def _draw_left(drawn: random.Random, faults: list[Fault]) -> Scene:
     one = Start(points=drawn.randint(1, 3), pause_s=0.5, keeps_every=1)
     other = replace(
         one,
-        after_s=drawn.uniform(0, 0.5),
+        after_s=drawn.uniform(0, drawn.choice((0.05, 0.5))),
         by=drawn.choice(("key", "key", "checkpoint", "late")),
         points=6,
         pause_s=drawn.choice((0.5, 3.0)),
@@ -120,7 +120,7 @@ def _draw_left(drawn: random.Random, faults: list[Fault]) -> Scene:
         Sweep(max(0.0, other.after_s + drawn.uniform(-0.02, 0.02)), how, start=1)
         for how in drawn.choices(SWEEPS, k=drawn.randint(1, 3))
     ]
-    one = replace(one, ends=drawn.choice(("left", "gone", "gone")))
+    one = replace(one, ends=drawn.choice(("left", "gone")))
     return (one, other), tuple(sweeps), faults[:1]
 
 

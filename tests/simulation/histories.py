@@ -391,9 +391,11 @@ class Play:
         if log.data.rfind(b'\n{"end":') > log.data.rfind(b'{"begin":'):
             raise Broken(f"the log of {name} says an end, and it trains")
         run = self.server.runs.get(journal.run_id)
-        if run is not None and run.status != "RUNNING":
+        if run is None or world.mono - world.away_until < LATE_S:
+            return
+        if run.status != "RUNNING":
             world.wait(None, 1.0)  # who has looked for the process again puts it right
-        if run is not None and run.status != "RUNNING":
+        if run.status != "RUNNING":
             raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
         sender = journal._sender
         is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
@@ -435,7 +437,15 @@ class Play:
             run
             for run in self.server.runs.values()
             if run.tags.get("journal") == name and run.stage == "active"
+            if not self._is_ended_double(run)
         ]
+
+    def _is_ended_double(self, run: Any) -> bool:
+        """Return whether MLflow was made to make it beside another, and who has not its folder has
+        ended it before who has could take it away: it stays, empty."""
+        is_double = "twice" in {fault.what for fault in self.world.met} and not run.points
+        ways = {sweep.how for sweep in self.history.sweeps}
+        return is_double and run.status == "KILLED" and "elsewhere" in ways
 
     def _judge(self) -> None:
         truth, wrong = self.truth, []
@@ -445,6 +455,7 @@ class Play:
             name = run.tags.get("journal", "")
             # A power cut took the folder, and a request that was asked again had made two runs.
             is_stray = bool(name) and self.world.find(f"{RUNS}/{name}") is None and not run.points
+            is_stray |= self._is_ended_double(run)
             if name in truth.given_up and {f.what for f in self.world.met} <= HARMLESS:
                 wrong.append(f"{run.run_id} of {name} was taken back and is there")
             if run.status == "RUNNING":

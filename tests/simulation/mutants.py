@@ -170,8 +170,7 @@ MUTANTS = (
     Mutant(
         "a run that was taken back stays",
         "headroom.tracking.mlflow_sender:Session.take_back",
-        '            self.client.set_terminated(run_id, "KILLED")'
-        "  # nobody looks for its process then\n            self._delete_run(run_id)\n",
+        "            self._delete_run(sender.state.run_id)\n",
         "",
         "an empty run says RUNNING for ever",
     ),
@@ -208,7 +207,7 @@ MUTANTS = (
     Mutant(
         "a sending process that died is not replaced",
         "headroom.tracking.journal:Journal._replace_sender",
-        "            if self._begin_at is not None:\n                self._wake()\n",
+        "            elif self._begin_at is not None:\n                self._wake()\n",
         "",
         "a run whose sending process was killed is not told of until somebody cleans up",
     ),
