@@ -218,7 +218,7 @@ def test_a_download_lasts_while_it_comes_and_ends_where_it_trickles(
                 time.sleep(0.05)
             return None
         if path.endswith("/mlflow-artifacts/artifacts"):
-            return {"files": [{"path": "whole.bin", "is_dir": False, "file_size": 1}]}
+            return {"files": []}  # so that what is asked for is a file
         return _answer(path)
 
     with _serve(answer) as uri:
@@ -281,7 +281,7 @@ def test_nothing_that_a_server_names_drives_the_terminal(
     with _serve(lambda _, path: _answer(path, DRIVES)) as uri:
         ended, shown = _run_in_terminal(place, uri, module, *words)
     assert ended == code and not FOUND.findall(shown.replace("\r\n", "\n")), repr(shown)
-    assert "n1" in shown or "lr" in shown or module == "flows.tidy"
+    assert re.search("n0|n1|lr", shown) or module == "flows.tidy"
 
 
 def test_nothing_that_a_server_says_of_an_error_drives_the_terminal(place: Path) -> None:

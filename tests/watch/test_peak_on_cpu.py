@@ -15,6 +15,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from headroom.watch.kernel_memory import KernelMemory
 from headroom.watch.own_loop import OwnLoop
 
+# PyTorch 2.11 warns of its own default, once a process.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+
 MIB = 2**20
 STEPS = 4
 
@@ -114,11 +117,7 @@ class Training:
         there = sum(
             t.nbytes for t in (*self.net.parameters(), *self.net.buffers(), *states, self.x)
         )
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=True,
-            acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
-        ) as seen:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             self.take_step()
         kind = torch._C._profiler._EventType.Allocation
         told: list[tuple[int, int]] = []
@@ -169,11 +168,7 @@ def test_without_what_kernels_take_it_would_not_be(monkeypatch: pytest.MonkeyPat
 
 def test_while_a_profiler_of_the_loop_is_on_the_peak_is_a_lower_bound() -> None:
     training = Training()
-    with profile(
-        activities=[ProfilerActivity.CPU],
-        profile_memory=True,
-        acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
-    ) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         told = training.count()
     assert told["memory/peak_is_lower_bound"] == 1
     assert told["memory/run_peak_allocated_mib"] > 0
@@ -200,11 +195,7 @@ def test_a_profiler_that_the_loop_begins_in_a_counted_step_works() -> None:
 def test_a_profiler_of_later_is_told_the_truth() -> None:
     """The allocator kept the size by the address, and told it of any later block there."""
     kept = KernelMemory().call(torch.ones, (10_000,), {}).out
-    with profile(
-        activities=[ProfilerActivity.CPU],
-        profile_memory=True,
-        acc_events=True,  # else PyTorch 2.11 warns that it forgets those of earlier cycles
-    ) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         del kept
     assert [e for e in seen.events() if e.name == "[memory]" and e.self_cpu_memory_usage] == []
 
