@@ -301,6 +301,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
         return _begin_again(whole, run, folder)
+    whole.beyond = said.beyond
     if is_sent(folder) and run.info.status != "RUNNING":
         return said
     if not _is_line_end(folder / LOG, said.begun):  # another log, in place of one that was lost
@@ -317,7 +318,6 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
         # It is not the newest that MLflow holds: less was sent, or more.
         return _begin_again(whole, run, folder)
-    whole.beyond = said.beyond
     whole.offset, whole.damaged = said.offset, said.damaged
     return whole
 
@@ -332,14 +332,16 @@ def _is_line_end(log: Path, offset: int) -> bool:
 
 def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:
     """Return the state of which all is sent from the start, but for steps that MLflow has and the
-    log has not: of a metric whose newest point is not in the log, none up to its step."""
+    log has not: of a metric whose newest point is not in the log, none up to its step; nor up to
+    the step that was found so before, as the log may have come further since."""
     points = {m.key: (m.step, m.timestamp) for m in run.data._metric_objs if m.step > ONCE}
     with suppress(FileNotFoundError), open(folder / LOG, "rb") as log:
         for batch, _ in read_metric_batches(log, 0):
             for name, _, unix_ms, step in batch:
                 if points.get(name) == (step, unix_ms):
                     del points[name]
-    whole.beyond = {name: step for name, (step, _) in points.items()}
+    steps = {name: step for name, (step, _) in points.items()}
+    whole.beyond = whole.beyond | {n: max(s, whole.beyond.get(n, s)) for n, s in steps.items()}
     if whole.beyond:  # its begin is another one, too
         whole.begun = 0
     return whole
