@@ -581,8 +581,9 @@ def reopen_run(
 ) -> Sender:
     """Set a run that ended to RUNNING again; return its sender. state: how far it was sent. begun:
     the offset in its log behind what is told with it."""
-    state.begun, state.closed, state.model_id, state.has_model = begun, False, "", False
+    state.closed, state.model_id, state.has_model = False, "", False
     sender = Sender(client, chosen, folder, state)
+    sender._keep()  # its end is told again, should nothing come of this one
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
     before = client.get_run(state.run_id).data.tags
     for name in before.keys() & {"end.reason", "failure", "warnings", UNSENT}:
@@ -594,6 +595,7 @@ def reopen_run(
     run_tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
     client.log_batch(state.run_id, tags=run_tags)
     client.update_run(state.run_id, status="RUNNING")
+    state.begun = begun
     sender._keep()
     return sender
 
