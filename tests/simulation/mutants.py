@@ -149,8 +149,8 @@ MUTANTS = (
     Mutant(
         "a log that has lost its end is sent as if it had not",
         "headroom.tracking.orphaned_runs:_begin_again",
-        "    whole.beyond = {name: step for name, (step, _) in points.items()}\n",
-        "    whole.beyond = {}\n",
+        "    steps = {name: step for name, (step, _) in points.items()}\n",
+        "    steps = {}\n",
         "after a power cut, steps are there twice",
     ),
     Mutant(
