@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -64,6 +65,7 @@ from headroom.tracking.run_sender import (
 from headroom.tracking.tracking_settings import TrackingSettings
 
 DEAD = "its process was gone"
+LOOK_AGAIN_S = (0.5, 2.0, 8.0)  # after a look that failed
 DOUBLE = "a request that was asked again had made it, beside the run of its folder"
 
 
@@ -422,11 +424,22 @@ def _end_without_folder(client: MlflowClient, run: Run, dead: str) -> bool:
     run_id = run.info.run_id
     client.set_tag(run_id, "end.reason", dead)
     client.set_terminated(run_id, "KILLED")
+    for pause_s in LOOK_AGAIN_S:
+        try:
+            return not _take_end_back(client, run_id)
+        except MlflowException:  # it does not answer now, and a run that trains must not stay so
+            time.sleep(pause_s)
+    return not _take_end_back(client, run_id)
+
+
+def _take_end_back(client: MlflowClient, run_id: str) -> bool:
+    """Set a run that was ended as KILLED to RUNNING again, where somebody trains it since; return
+    whether that was so."""
     run = client.get_run(run_id)
-    if run.info.status == "KILLED" and not _is_dead_here(run):
-        client.update_run(run_id, status="RUNNING")
-        client.delete_tag(run_id, "end.reason")
+    if run.info.status != "KILLED" or _is_dead_here(run):
         return False
+    client.update_run(run_id, status="RUNNING")
+    client.delete_tag(run_id, "end.reason")
     return True
 
 
