@@ -1,8 +1,9 @@
 """What becomes of it at scale, on a real MLflow on SQLite or PostgreSQL: 10,000 runs in one
-experiment, a run of a million points or of a thousand metric names, and fifty trainings that begin
-at once. Each part is measured alone, and gets its section of one file in benchmarks/results.
+experiment, a run of a million points or of a thousand metric names, fifty trainings that begin at
+once, 300 that go eight at once, 1,000 flow runs in Prefect. Each part is measured alone, and gets
+its section of one file in benchmarks/results.
 
-`python -m benchmarks.scale runs|train|points|names|begin [--store postgresql] [--count N]`
+`python -m benchmarks.scale runs|train|points|names|begin|soak|prefect [--store postgresql]`
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
@@ -34,6 +36,8 @@ from sqlalchemy import create_engine, text
 
 from benchmarks.conditions import RESULTS, conditions
 from benchmarks.turns import in_turns, median_ratio
+from headroom.prefect.local_prefect import share_server
+from headroom.prefect.prefect_http import call_api
 from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_pages import make_run_path
 from headroom.tracking.tracking_settings import TrackingSettings
@@ -42,6 +46,7 @@ ROOT = Path(__file__).parents[1]
 FIRST = ("--train.epochs", "1", "--run.name", "first")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TURNS = 3
+AT_ONCE = 8
 RUNS_BAR_S, COMPARE_BAR_S, PAGE_BAR_S = 1.0, 3.0, 3.0
 # What a run has in MLflow's tables: what is another one in each copy, else it is copied. `c` is the
 # row of the copy, with its number `n` and its run `id`.
@@ -313,15 +318,41 @@ def measure_train(store: str, count: int, kept: Path | None) -> Iterator[str]:
     its warm-up, where something has trained in it."""
     with open_place(store, kept) as place, open_place(store, kept, "none") as empty:
         fill_runs(place, count)
-        if not list(empty.runs.glob("*/start.json")):
-            measure_first_step(empty)
-        places = {"none": partial(measure_first_step, empty)}
-        places |= {"many": partial(measure_first_step, place)}
-        found = in_turns(places, TURNS, warm_up=False)
-        ratio = median_ratio(found["many"], found["none"])
-        all_s = {name: ", ".join(f"{s:.1f} s" for s in of) for name, of in found.items()}
-        yield f"""
-`train` reaches its first logged step after {all_s["many"]} with {count:,} runs in the store, and
+        yield compare_starts(place, empty, f"{count:,} runs in the store")
+
+
+def measure_prefect(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """Whether a training starts later with so many flow runs in Prefect's database."""
+    with open_place(store, kept, "flow-runs") as place, open_place(store, kept, "none") as empty:
+        with share_server(place.folder / "prefect") as api:
+            before = measure_prefect_bytes(place)
+            flow = call_api("POST", f"{api}/flows/", {"name": "train"})["id"]
+            state = {"type": "COMPLETED", "name": "Completed"}
+            for n in range(count):
+                run = {"name": f"train {n}", "flow_id": flow, "state": state}
+                call_api("POST", f"{api}/flow_runs/", run)
+        taken = measure_prefect_bytes(place) - before
+        yield f"\nA flow run that has no tasks takes {taken / count / 1024:.1f} KiB."
+        yield compare_starts(place, empty, f"{count:,} flow runs in Prefect's database")
+
+
+def measure_prefect_bytes(place: Place) -> int:
+    """Return the size of Prefect's database, with what SQLite has not moved into it yet."""
+    return sum(file.stat().st_size for file in (place.folder / "prefect").glob("prefect.db*"))
+
+
+def compare_starts(place: Place, empty: Place, what: str) -> str:
+    """Return what is told of trainings that start where there is much, and where there is not."""
+    for one in (place, empty):
+        if not list(one.runs.glob("*/start.json")):
+            measure_first_step(one)
+    places = {"none": partial(measure_first_step, empty)}
+    places |= {"many": partial(measure_first_step, place)}
+    found = in_turns(places, TURNS, warm_up=False)
+    ratio = median_ratio(found["many"], found["none"])
+    all_s = {name: ", ".join(f"{s:.1f} s" for s in of) for name, of in found.items()}
+    return f"""
+`train` reaches its first logged step after {all_s["many"]} with {what}, and
 after {all_s["none"]} with next to none: the median of {TURNS} turns' ratios is {ratio:.3f} (bar: no
 later). Load: {describe_load()}."""
 
@@ -431,21 +462,39 @@ def measure_begin(store: str, count: int, kept: Path | None) -> Iterator[str]:
         began_at = time.perf_counter()
         trainings = []
         for n in range(count):
-            words = ["--train.epochs", "1", "--run.name", f"at once {n}"]
-            with open(place.folder / f"{n}.log", "w") as log:
-                command = [sys.executable, "-m", "flows.train", *words]
-                own: dict[str, Any] = {"cwd": place.folder, "env": place.env}
-                trainings.append(subprocess.Popen(command, stdout=log, stderr=log, **own))
+            trainings.append(start_training(place, n))
             time.sleep(max(0.0, began_at + 10 * n / count - time.perf_counter()))
         codes = [training.wait() for training in trainings]
-        took_s = time.perf_counter() - began_at
-        asked = "SELECT status, count(*) FROM runs WHERE name LIKE 'at once %' GROUP BY status"
-        ends = ", ".join(f"{n} {status}" for status, n in place.query(asked))
-        kept_points, sent = count_points(place)
-        yield f"""
-{count} commands begun within 10 s: {codes.count(0)} ended with 0, and MLflow has {ends}. Their logs
-hold {kept_points:,} points of metrics, of which MLflow lacks {kept_points - sent:,}. It took
-{took_s:.0f} s. Load: {describe_load()}. No device was leased: this host has none but its
+        told = describe_ends(place, codes, time.perf_counter() - began_at)
+        yield f"\n{count} commands begun within 10 s: {told}"
+
+
+def measure_soak(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """Trainings one after another, eight at once, as a shelf of machines would for weeks."""
+    with open_place(store, kept, "soak") as place, ThreadPoolExecutor(AT_ONCE) as pool:
+        began_at = time.perf_counter()
+        codes = [*pool.map(lambda n: start_training(place, n).wait(), range(count))]
+        told = describe_ends(place, codes, time.perf_counter() - began_at)
+        left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(place.folder)]
+        yield f"\n{count} commands, {AT_ONCE} at once: {told} Processes left: {len(left)}."
+
+
+def start_training(place: Place, number: int) -> subprocess.Popen[bytes]:
+    words = ["--train.epochs", "1", "--run.name", f"at once {number}"]
+    with open(place.folder / f"{number}.log", "w") as log:
+        command = [sys.executable, "-m", "flows.train", *words]
+        own: dict[str, Any] = {"cwd": place.folder, "env": place.env}
+        return subprocess.Popen(command, stdout=log, stderr=log, **own)
+
+
+def describe_ends(place: Place, codes: Sequence[int], took_s: float) -> str:
+    """Return how the trainings ended, and how much of their logs MLflow has."""
+    asked = "SELECT status, count(*) FROM runs WHERE name LIKE 'at once %' GROUP BY status"
+    ends = ", ".join(f"{n} {status}" for status, n in place.query(asked))
+    kept_points, sent = count_points(place)
+    return f"""{codes.count(0)} ended with 0, and MLflow has {ends}.
+Their logs hold {kept_points:,} points of metrics, of which MLflow lacks {kept_points - sent:,}. It
+took {took_s:.0f} s. Load: {describe_load()}. No device was leased: this host has none but its
 processor."""
 
 
@@ -470,6 +519,8 @@ PARTS: dict[str, tuple[Callable[[str, int, Path | None], Iterator[str]], int]] =
     "points": (measure_points, 1_000_000),
     "names": (measure_names, 1_000),
     "begin": (measure_begin, 50),
+    "soak": (measure_soak, 300),
+    "prefect": (measure_prefect, 1_000),
 }
 
 

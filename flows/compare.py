@@ -14,11 +14,12 @@ if __name__ == "__main__":
     from headroom.process.command import exit_process, start_command
 
     start_command()
-    # It answers --help and bad settings before prefect is imported.
+    # It answers --help and bad settings, and compares runs that exist, before prefect is imported.
     from flows.cli.compare_command import main
 
     exit_process(main(sys.argv[1:]))
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,11 @@ from prefect.runtime import flow_run
 from flows.cli.compare_command import compare_from_python, parse_comparison
 from headroom.base.notebook import show_answer
 from headroom.base.units import make_printable
-from headroom.comparison.comparison import open_comparison
+from headroom.comparison.comparison import open_existing
 from headroom.comparison.grid import ComparisonRequest
 from headroom.comparison.page import make_comparison_fragment
+from headroom.comparison.trained_comparison import open_new
+from headroom.prefect.this_flow_run import move_process_tag, show_markdown
 from headroom.prefect_flows.flow_run import CalledFlow, mark_begun
 from headroom.process.redaction import redact_command_line, redact_errors
 
@@ -59,11 +62,13 @@ def compare(words: list[str], plan: ComparisonRequest | None = None) -> dict[str
         plan: What they mean, where that is known already.
     """
     mark_begun()
+    move_process_tag()
     with redact_errors():
         request = plan or parse_comparison(words)
-        with open_comparison(request) as comparison:
-            groups = comparison.train() if request.cells else comparison.read()
-            report = comparison.compare(groups)
-            comparison.publish(report)
-            answer = {**comparison.describe(report), "status": comparison.status}
-            return show_answer(answer, partial(make_comparison_fragment, report))
+        with (
+            open_new(request) if request.cells else nullcontext(open_existing(request))
+        ) as comparison:
+            report = comparison.run()
+        show_markdown(comparison.text, f"comparison-{comparison.folder.name}", comparison.title)
+        answer = {**comparison.describe(report), "status": comparison.status}
+        return show_answer(answer, partial(make_comparison_fragment, report))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headroom.base.program import Parser, print_answer
+from headroom.process.redaction import redact_output
 from headroom.settings.read_settings import ConfigError
 
 
@@ -37,6 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the forecast; return the exit code."""
+    redact_output()
     options = parse(arguments)
     from headroom.training.gpu_fit import (
         conclude_fits,

@@ -39,6 +39,7 @@ from headroom.base.units import (
     format_seconds,
     make_printable,
 )
+from headroom.process.redaction import redact_output
 from headroom.run.known_runs import KnownRun, find_called_runs, find_user_name, list_known_runs
 from headroom.tracking.tracking_settings import (
     TrackingError,
@@ -59,6 +60,7 @@ STYLES = {"training": "green", "waiting": "yellow", "FINISHED": "", "FAILED": "r
 
 def main(argv: Sequence[str]) -> int:
     """Show what the command line asks for. Returns the exit code."""
+    redact_output()
     options = _make_parser().parse_args(list(argv))
     try:
         where = read_tracking_settings()

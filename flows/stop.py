@@ -24,6 +24,7 @@ import psutil
 
 from headroom.base.program import Parser
 from headroom.base.units import make_printable
+from headroom.process.redaction import redact_output
 from headroom.run.known_runs import (
     KnownRun,
     LiveRun,
@@ -46,6 +47,7 @@ LEAVE_S = 10.0  # for what comes after a training's end
 
 def main(argv: Sequence[str]) -> int:
     """Stop what the command line names. Returns the exit code."""
+    redact_output()
     parser = Parser(
         prog="python -m flows.stop",
         description="End a training of this host. It leaves a checkpoint to go on from.",

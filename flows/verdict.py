@@ -24,6 +24,7 @@ from typing import Any
 from headroom.base.event_log import read_end
 from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable
+from headroom.process.redaction import redact_output
 from headroom.report.verdict import BOUND, SHARE, WHY, judge_run
 from headroom.run.known_runs import (
     KnownRun,
@@ -37,11 +38,13 @@ from headroom.tracking.tracking_settings import (
     read_tracking_settings,
 )
 
+FULL_LETTERS = 8000  # of a tag
 UNTOLD = "nothing is told of it: it has taken no steps, or has not trained for a minute yet"
 
 
 def main(argv: Sequence[str]) -> int:
     """Tell what the command line asks for. Returns the exit code."""
+    redact_output()
     parser = Parser(
         prog="python -m flows.verdict",
         description="Say what held a run back, how much would be won, and what to do next.",
@@ -59,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print_answer(answer)
     else:
-        print(f"{answer['name']}: {answer['why'] or UNTOLD}")
+        # Of MLflow's run or of a folder it may be anybody's text.
+        print(f"{answer['name']}: {make_printable(answer['why'] or UNTOLD, limit=FULL_LETTERS)}")
     return 0
 
 

@@ -80,8 +80,9 @@ def _ask(index: str, name: str, version: str) -> list[Mapping[str, Any]] | None:
             if told["info"]["version"] == version:
                 return told["vulnerabilities"]
         except HTTPError as error:
-            if error.code != 404:
-                return None
+            with error:  # it is an answer, too
+                if error.code != 404:
+                    return None
         except (OSError, ValueError, KeyError, TypeError):
             return None
     return None

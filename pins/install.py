@@ -44,7 +44,9 @@ def _install_torch() -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if not done.returncode:
         return
-    if "No matching distribution" not in done.stderr:
+    # The second is what pip says where constraints of its user name PyTorch too.
+    absent = ("No matching distribution", "ResolutionImpossible")
+    if not any(words in done.stderr for words in absent):
         sys.exit(done.stderr)
     _install(*CHECKED, *_name_files(["torch"]))
     if any(need.startswith("nvidia-") for need in distribution("torch").requires or ()):

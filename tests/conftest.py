@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -94,6 +95,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports prefect, which reads them once.
     for name in [n for n in os.environ if n.startswith(("PREFECT_", "MLFLOW_", "HEADROOM_"))]:
         del os.environ[name]
+    # One that was started in the background of a shell ignores Ctrl-C, and so does what it starts.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     # Else each process compiles all of this project, and pytest its tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

@@ -192,6 +192,7 @@ def test_only_the_sending_process_imports_mlflow(module: str) -> None:
         "headroom.services.serve",
         "headroom.services.first_use",
         "headroom.comparison.comparison",
+        "headroom.comparison.trained_comparison",
         "headroom.comparison.referee",
         "flows.runs",  # for --accept
         "flows.verdict",  # of a run of another host

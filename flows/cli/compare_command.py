@@ -17,7 +17,8 @@ from headroom.base.program import Parser
 from headroom.comparison import grid, search_space
 from headroom.comparison.grid import ComparisonRequest
 from headroom.comparison.search_space import Range, Search
-from headroom.process.redaction import redact_output
+from headroom.process.command import pause_collection
+from headroom.process.redaction import redact, redact_output
 from headroom.settings.read_settings import ConfigError
 from headroom.settings.run_config import RunConfig
 from headroom.tracking.tracking_settings import TrackingError, read_tracking_settings
@@ -53,11 +54,12 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
+    if not request.cells:
+        return _print_existing(request)
     from flows.cli.train_command import run_with_server
 
-    if request.cells:
-        message = f"{request.count} trainings: looking at data, devices and models ..."
-        print(message, file=sys.stderr, flush=True)
+    message = f"{request.count} trainings: looking at data, devices and models ..."
+    print(message, file=sys.stderr, flush=True)
     return run_with_server(partial(_run_flow, list(argv), request), debug=request.debug)
 
 
@@ -71,6 +73,24 @@ def _describe_plan(request: ComparisonRequest) -> list[str]:
     head = f"{search.trials} trials by {search.how}, pruner {search.pruner}, of"
     again = [f"then {search.repeats} more times the best"] if search.repeats else []
     return [head, *(f"{name}: {said}" for name, said in axes.items()), *again]
+
+
+def _print_existing(request: ComparisonRequest) -> int:
+    """Compare runs that exist, which needs neither PyTorch nor Prefect. Returns the exit code."""
+    with pause_collection():  # of imports
+        from headroom.comparison.comparison import open_existing
+
+    try:
+        open_existing(request).run()
+    except TrackingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception as error:
+        if request.debug:
+            raise
+        print(f"failed: {redact(str(error))}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run_flow(argv: list[str], request: ComparisonRequest) -> int:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -37,6 +38,7 @@ BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written 
 ONCE = 0  # the step of what has one value a run: of a later one MLflow draws a curve of one dot
 END_BYTES = 2**16  # of a log: some hundred log points
 MOST_POINTS = 4096  # of a series: more than a picture shows
+MOST_BYTES = 2**24  # of a line, or of a JSON file: some hundred times what a run writes
 CHECK = b',"crc32":'  # behind what it is the checksum of
 BEGIN, END, TAGS = "begin", "end", "tags"  # the events that are no metrics
 _HEADS = {kind: b'{"%b":' % kind.encode() for kind in (BEGIN, END, TAGS)}  # of their lines
@@ -114,7 +116,7 @@ def read_log_ends(log: Path) -> tuple[list[Line], list[Line]]:
     Both are empty where the log can't be read. It is as cheap after a week of training
     as after a minute.
     """
-    with suppress(OSError), open(log, "rb") as file:
+    with suppress(OSError), open(log, "rb", opener=_open_own) as file:
         first = file.read(END_BYTES)
         at, last = _read_last_line(file)
         until = at if last.startswith(_EVENTS) else at + len(last)
@@ -131,7 +133,7 @@ def read_log_ends(log: Path) -> tuple[list[Line], list[Line]]:
 def _read_last_line(file: BinaryIO) -> tuple[int, bytes]:
     """Return where the last whole line begins, and that line; it is empty where there is none."""
     at, text = file.seek(0, os.SEEK_END), b""
-    while at > 0:
+    while at > 0 and len(text) < MOST_BYTES:
         size = min(at, END_BYTES)
         at -= size
         file.seek(at)
@@ -156,7 +158,7 @@ def _parse_metrics(texts: list[bytes]) -> list[Line]:
 def read_begins(log: Path, offset: int) -> list[tuple[dict[str, Any], int]]:
     """Return what each begin behind this offset says, with the offset behind it."""
     begins = []
-    with suppress(FileNotFoundError), open(log, "rb") as lines:
+    with suppress(FileNotFoundError), open(log, "rb", opener=_open_own) as lines:
         lines.seek(offset)
         for line in lines:
             offset += len(line)
@@ -182,7 +184,7 @@ def read_logged_tags(log: Path) -> dict[str, str]:
 def read_end(folder: Path) -> dict[str, Any]:
     """Return what the end of the run in this folder says; empty where it has not ended, or where
     that can't be read."""
-    with suppress(OSError, *_DAMAGE), open(folder / LOG, "rb") as log:
+    with suppress(OSError, *_DAMAGE), open(folder / LOG, "rb", opener=_open_own) as log:
         _, line = _read_last_line(log)
         if line.startswith(_HEADS[END]):
             _check_line(line)
@@ -208,18 +210,41 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Empty where it is not there, or is damaged.
     """
-    with suppress(OSError, ValueError):
-        content = json.loads(file.read_text())
+    with suppress(OSError, ValueError), open(file, "rb", opener=_open_own) as opened:
+        content = json.loads(opened.read(MOST_BYTES))
         if isinstance(content, dict):
             return content
     return {}
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open what may lie in anybody's folder: a link is no file there, and of a pipe nobody waits
+    for the other end."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+        raise
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise OSError for what is neither file nor folder in that of a run. A run makes none, and
+    who writes or sends it would reach through a link what is outside."""
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                problem = "is a link or a pipe, of which a run makes none; remove it"
+                raise OSError(errno.EPERM, problem, str(path))
 
 
 def remove_folder(folder: Path) -> None:
     """Remove the folder of a run; what makes it one goes last: interrupted, it is found again."""
     last = (LOG, SENT, START)
     for entry in sorted(folder.iterdir(), key=lambda e: e.name in last and 1 + last.index(e.name)):
-        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        is_folder = entry.is_dir() and not entry.is_symlink()
+        shutil.rmtree(entry) if is_folder else entry.unlink()
     folder.rmdir()
 
 

@@ -48,7 +48,7 @@ class FileLock:
         while not self._try_lock(LOCK_EX):
             if not self._try_lock(LOCK_SH):
                 return False
-            flock(self._file, LOCK_UN)  # nobody has it: somebody asked `is_held`, for an instant
+            flock(self._file, LOCK_UN)  # nobody has it: somebody shares it for an instant
             time.sleep(0.001 * random.random())
         _open_locks.add(self)
         self.write(text)
@@ -58,6 +58,14 @@ class FileLock:
         """Hold the lock beside others who share it; wait while somebody has it alone."""
         flock(self._file, LOCK_SH)
         _open_locks.add(self)
+
+    def try_share(self) -> bool:
+        """Return whether the lock is held beside others now; not where somebody has it alone. Who
+        takes it meanwhile waits: it is for an instant."""
+        is_shared = self._try_lock(LOCK_SH)
+        if is_shared:
+            _open_locks.add(self)
+        return is_shared
 
     def _try_lock(self, kind: int) -> bool:
         try:

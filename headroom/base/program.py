@@ -10,6 +10,8 @@ from typing import Any
 VERSION = 1  # of answers for programs
 is_headroom = False  # the command was called, which a person may be told to call again
 _COMMAND = re.compile(r"python -m (?:flows\.(\w+)|headroom\.services\.serve(?: (ui|up|down))?)")
+# Of those that may stand in JSON as they are.
+_UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SERVE = {"ui": "ui", "down": "serve-down"}
 
 
@@ -31,7 +33,9 @@ def print_answer(answer: Mapping[str, Any]) -> None:
     docs/answers.schema.json. A number that is none is null."""
     import orjson
 
-    print(orjson.dumps({"version": VERSION, **answer}).decode(), flush=True)
+    text = orjson.dumps({"version": VERSION, **answer}).decode()
+    # In a text of it, where whoever reads JSON makes the same of it again.
+    print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
 class Parser(argparse.ArgumentParser):

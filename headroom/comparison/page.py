@@ -130,7 +130,7 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
 def _make_label(group: Group) -> str:
     """Return the group's values as its label: the title of the page says of what."""
     label = ", ".join(group.settings.values()) or group.label
-    label = label if len(label) <= LETTERS else label[: LETTERS - 3] + "..."
+    label = make_printable(label, limit=LETTERS)
     return label if group.called == group.label else f"#{group.number} {label}"
 
 

@@ -29,8 +29,8 @@ from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import shorten_names
 from headroom.prefect.prefect_http import FLOW_RUN
 from headroom.process.redaction import redact
-from headroom.run.known_runs import list_run_folders, read_start
-from headroom.run.resume import is_key_held, make_timestamp
+from headroom.run.known_runs import list_run_folders, make_timestamp, read_start
+from headroom.run.run_keys import is_key_held
 from headroom.settings.read_settings import (
     ConfigError,
     collect_params,

@@ -151,17 +151,22 @@ def _stream_rows(
 def _describe_bad_rows(table: DelimitedText, said: str) -> str:
     """Why the rows are not those of this table. said: by Arrow."""
     label = table.path.name
+    too_long = (
+        f"data.path: {label} has a row of more than {format_size(LONGEST_BYTES)}, or a quote "
+        "that is never closed; mend it"
+    )
     with open(table.path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+        number = 0
+        while line := lines.readline(LONGEST_BYTES + 1):
+            number += 1
+            if len(line) > LONGEST_BYTES:  # it may be larger than the memory
+                return too_long
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:  # in a bad row pyarrow would print a traceback
                 return _describe_not_utf8(label, number, error)
     if TOO_LONG in said:
-        return (
-            f"data.path: {label} has a row of more than {format_size(LONGEST_BYTES)}, or a quote "
-            "that is never closed; mend it"
-        )
+        return too_long
     bad: list[Any] = []
 
     def keep(row: Any) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
-from headroom.data.source_data import DataError, shorten
+from headroom.data.source_data import DataError, format_size, shorten
 
 PANDAS_INDEX = "__index_level_"
 BUFFER_BYTES = 256 * 1024  # read at once of a column, instead of all of it in a row group
@@ -21,6 +21,8 @@ BROKEN = (pa.ArrowException, RuntimeError, *PYTHONS)  # what Arrow raises
 BLOCK_BYTES = 4 << 20  # of numbers; smaller blocks take longer, for what each of them costs
 MOST_ROWS = 65_536  # of a block: of few columns, whose texts may be long
 VALUE_BYTES = 8
+TEXT_BYTES = 64 << 20  # of a column's texts that are read at once
+LONGEST_BYTES = 16 << 20  # of a text, as of a row of the other tables
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class ParquetFile:
         """Yield the rows. Errors: DataError for a file that is damaged."""
         names, seen = [self.names[i] for i in places], 0
         many = max(1024, min(MOST_ROWS, self.block_bytes // (VALUE_BYTES * max(1, len(names)))))
+        texts = [self.names[i] for i in places if is_text(self.types[i])]
+        many = _limit_rows(self.path, texts, many)
         with _open_file(self.path) as file, _refuse_damaged(self.path):
             for batch in file.iter_batches(batch_size=many, columns=names):
                 batch.validate(full=True)
@@ -72,11 +76,45 @@ def open_parquet(path: Path, source: str, *, allowed_bytes: int, skips_late: boo
         )
 
 
-def _open_file(path: Path) -> parquet.ParquetFile:
-    """Of which nothing but its schema is read."""
+def is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _limit_rows(path: Path, texts: Sequence[str], many: int) -> int:
+    """Return how many rows may be read at once, at most `many`: a text that a file holds once may
+    stand in each of them. Errors: DataError for a damaged file and for a text that is too long."""
+    with _open_file(path, dictionaries=texts) as file, _refuse_damaged(path):
+        metadata = file.metadata
+        for group in range(metadata.num_row_groups if texts else 0):
+            columns = map(metadata.row_group(group).column, range(metadata.num_columns))
+            for column in (c for c in columns if c.path_in_schema in texts):
+                if not column.has_dictionary_page:
+                    continue
+                name = column.path_in_schema
+                # One row of it brings the dictionary, and what is told of its size may be wrong.
+                one = next(file.iter_batches(batch_size=1, row_groups=[group], columns=[name]))
+                longest = compute.max(compute.binary_length(one.column(0).dictionary)).as_py() or 1
+                if longest > LONGEST_BYTES:
+                    raise DataError(
+                        f"data.path: {path.name} column {name!r} holds a text of "
+                        f"{format_size(longest)}; shorten it, or leave the column out by "
+                        "data.args.drop"
+                    )
+                many = min(many, max(1, TEXT_BYTES // longest))
+    return many
+
+
+def _open_file(path: Path, dictionaries: Sequence[str] = ()) -> parquet.ParquetFile:
+    """Of which nothing but its schema is read. dictionaries: the columns of which each text is to
+    be held once."""
     with _refuse_damaged(path):
         return parquet.ParquetFile(
-            path, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
+            path,
+            page_checksum_verification=True,
+            buffer_size=BUFFER_BYTES,
+            pre_buffer=False,
+            read_dictionary=list(dictionaries) or None,
         )
 
 

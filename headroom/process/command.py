@@ -101,12 +101,12 @@ def provide_home() -> None:
     matplotlib could not begin to keep anything. Whoever names theirs keeps it."""
     home = Path(os.path.expanduser("~"))
     if not home.is_absolute():
-        os.environ["HOME"] = str(_make_own_home())
+        os.environ["HOME"] = str(make_own_folder("headroom-home"))
         return
     # HOME itself stays: there may be settings to read in it.
     for variable, usual in {"PREFECT_HOME": ".prefect", "MPLCONFIGDIR": ".cache"}.items():
         if not os.environ.get(variable) and not _may_write(home / usual):
-            os.environ[variable] = str(_make_own_home() / usual)
+            os.environ[variable] = str(make_own_folder("headroom-home") / usual)
 
 
 def _may_write(folder: Path) -> bool:
@@ -115,15 +115,16 @@ def _may_write(folder: Path) -> bool:
     return os.access(there, os.W_OK | os.X_OK)
 
 
-def _make_own_home() -> Path:
-    """Return a folder of this user alone, the same in each process while nothing clears it."""
-    folder = Path(tempfile.gettempdir(), f"headroom-home-{os.geteuid()}")
+def make_own_folder(name: str) -> Path:
+    """Return a folder in the temporary one that is this user's alone, the same in each process
+    while nothing clears it. Where another user has made one by its name it is a new one."""
+    folder = Path(tempfile.gettempdir(), f"{name}-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         about = os.lstat(folder)
         if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o77:
-            return Path(tempfile.mkdtemp(prefix="headroom-home-"))
+            return Path(tempfile.mkdtemp(prefix=f"{name}-"))
     return folder
 
 

@@ -16,9 +16,10 @@ from typing import Any, TextIO
 from headroom.base.secret_names import HIDDEN, is_secret
 from headroom.base.secret_texts import hide_in_text
 
-# But for tabs and the ends of lines.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
-_DRAWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]")  # what a progress line needs
+# But for tabs and the ends of lines; and what turns the direction of the text behind it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
+# What a progress line needs. Others ask the terminal, which answers into the shell, or clear it.
+_DRAWN = re.compile(r"\x1b\[(?:[0-9;]*m|[0-9]?[ABCDGK]|\?25[hl])|[\r\b]")
 
 
 def redact(text: str) -> str:
@@ -27,7 +28,8 @@ def redact(text: str) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    return f"\\x{ord(match[0]):02x}"
+    code = ord(match[0])
+    return f"\\u{code:04x}" if code > 0xFF else f"\\x{code:02x}"
 
 
 def redact_nested(content: Any) -> Any:
@@ -93,7 +95,7 @@ _make_plain_record = logging.getLogRecordFactory()
 
 def _make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     record = _make_plain_record(*args, **kwargs)
-    if record.name.startswith(("headroom", "tasks", "flows", "prefect")):
+    if record.name.startswith(("headroom", "tasks", "flows", "prefect", "mlflow")):
         with suppress(TypeError, ValueError):  # words that do not fit: logging tells that itself
             record.msg, record.args = redact(record.getMessage()), ()
     return record

@@ -42,7 +42,8 @@ from headroom.run.failures import Failure
 from headroom.run.findings import make_device_tags
 from headroom.run.program_end import UNKNOWN, ProgramEnd
 from headroom.run.recording import Recording
-from headroom.run.resume import KeyHeld, LoopClaim, NamedRun
+from headroom.run.resume import LoopClaim, NamedRun
+from headroom.run.run_keys import KeyHeld
 from headroom.settings.run_config import find_notify_problem
 from headroom.tracking.journal import JournalError
 from headroom.tracking.tracking_settings import TrackingError, find_tracking_settings

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headroom.run.account import Account, flatten_params
-from headroom.run.resume import KeyHeld
+from headroom.run.run_keys import KeyHeld
 from headroom.watch.guard import Guarded
 from headroom.watch.logged_values import FitNames
 from headroom.watch.own_loop import check_watched

@@ -15,8 +15,10 @@ import pwd
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from time import time, time_ns
 from uuid import uuid4
 
@@ -37,6 +39,7 @@ from headroom.base.event_log import (
 )
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.names import LOWER_BOUND
+from headroom.base.units import make_printable
 from headroom.device import leases
 from headroom.device.leases import Leases
 from headroom.prefect.prefect_http import compute_uptime
@@ -153,7 +156,8 @@ def _read_start_time(folder: Path) -> float:
 
 def make_resume_command(run_id: str) -> str:
     """Return the command by which a person goes on with that run."""
-    return f"python -m flows.train --resume {run_id}"
+    # Of a folder or a server of anybody's: it may be copied into a shell as it stands there.
+    return f"python -m flows.train --resume {quote(make_printable(run_id, limit=80))}"
 
 
 NEW_S = 60.0
@@ -497,6 +501,11 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         is_peak_lower_bound=bool(measured.get(LOWER_BOUND)),
         began_at=start.began_at or None,
     )
+
+
+def make_timestamp() -> str:
+    """Return the time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def make_curve_name(name: str) -> str:

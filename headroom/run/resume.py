@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-from headroom.base.event_log import LOG, TRAINING_LOCK, read_end, read_log_ends
+from headroom.base.event_log import LOG, TRAINING_LOCK, read_end, read_log_ends, refuse_links
 from headroom.base.facts import DeviceFacts
 from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_seconds, make_printable
@@ -30,8 +28,10 @@ from headroom.run.known_runs import (
     RunStart,
     list_run_folders,
     make_resume_command,
+    make_timestamp,
     read_start,
 )
+from headroom.run.run_keys import lock_key
 from headroom.settings import read_settings
 from headroom.settings.arguments import ARGUMENTS
 from headroom.settings.read_settings import ConfigError, resolve_config
@@ -59,7 +59,6 @@ NAME_LETTERS = 48  # of a name that nobody gave
 FIRST_RETRY_S, LONGEST_RETRY_S = 30.0, 600.0  # the wait doubles
 TOGETHER_S = 600.0  # within which processes of one training begin their runs
 STATE_VERSION = 1  # of what a checkpoint of somebody else's loop has of its run
-KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
 
 def make_default_name(config: RunConfig) -> str:
@@ -92,17 +91,8 @@ def _spread_arguments(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         ]
 
 
-def make_timestamp() -> str:
-    """Return the time in UTC, as the names of runs' folders have it."""
-    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-
-
 class NothingKept(ConfigError):
     """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
-
-
-class KeyHeld(ConfigError):
-    """Another process, or another run of this one, has the key."""
 
 
 def find_resumed_folder(runs: Path, resume: str) -> Path:
@@ -158,61 +148,6 @@ def find_unfinished_loop(runs: Path, key: str) -> Path | None:
     if newest is None or start is None or start.steps or _is_done(newest):
         return None
     return newest
-
-
-def lock_key(runs: Path, key: str, *, setting: str = "run.key") -> KeyLock:
-    """Return the key, held until it is closed: from before its run has a folder, so that of two
-    first starts one trains. Raises KeyHeld where another process has it, and ConfigError where
-    nothing can be written."""
-    try:
-        lock = KeyLock.take(runs, key)
-    except OSError as error:
-        raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
-    if isinstance(lock, KeyLock):
-        return lock
-    raise KeyHeld(
-        f"{setting}: {make_printable(key, limit=80)} is being trained by {lock}; wait for it, end "
-        "it with "
-        "`python -m flows.stop`, or choose another key"
-    )
-
-
-def is_key_held(runs: Path, key: str) -> bool:
-    """Return whether a process trains under this key, or is about to."""
-    return is_held(_make_key_path(runs, key))
-
-
-def _make_key_path(runs: Path, key: str) -> Path:
-    return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
-
-
-@dataclass(frozen=True)
-class KeyLock:
-    """A key that this process has. Its file goes with it."""
-
-    lock: FileLock
-
-    @classmethod
-    def take(cls, runs: Path, key: str) -> KeyLock | str:
-        """Return the lock of the key, or who else has it. Raises OSError."""
-        path = _make_key_path(runs, key)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while True:
-            lock = FileLock(path)
-            if not lock.take(f"process {os.getpid()}"):
-                with lock:
-                    return lock.read_text()
-            if lock.is_in_place():
-                return cls(lock)
-            lock.close()  # whoever had it has removed the file since it was opened here
-
-    def __enter__(self) -> KeyLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self.lock.path.unlink()
-        self.lock.close()
 
 
 def lock_resumed_folder(folder: Path) -> FileLock:
@@ -469,13 +404,16 @@ def _find_newest(runs: Path, key: str) -> Path | None:
 def lock_for_training(folder: Path) -> FileLock:
     """Return the folder's lock, held until it is closed.
 
-    Raises ConfigError where another process trains there, or nothing can be written.
+    Raises ConfigError where another process trains there, or nothing can be written, or what is
+    written would go elsewhere.
     """
     try:
+        refuse_links(folder)
         lock = FileLock(folder / TRAINING_LOCK)
         is_mine = lock.take(f"process {os.getpid()}")
     except OSError as error:
-        raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
+        at = error.filename or folder
+        raise ConfigError(f"--resume {at}: can't be written ({error.strerror})") from None
     if not is_mine:
         by = lock.read_text()
         lock.close()

@@ -128,6 +128,7 @@ class Journal:
         self._unkept_end: dict[str, Any] | None = None  # for which the disk had no room
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
+        self._is_taken_back = False  # the run of before, until it is gone
         self._is_late = False  # nobody waits for MLflow's answers
         self._listener: threading.Thread | None = None
         self._is_closed = False  # the sending process has told that all is sent
@@ -158,9 +159,10 @@ class Journal:
         """Begin to open the experiment; `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
-        self._order = {"where": where.model_dump(), "prefect_api": prefect_api}
-        self._order["pid"] = os.getpid()
-        self._tell(self._order)
+        with self._telling:
+            self._order = {"where": where.model_dump(), "prefect_api": prefect_api}
+            self._order["pid"] = os.getpid()
+            self._tell(self._order)
 
     def create(
         self,
@@ -255,13 +257,23 @@ class Journal:
         run then goes on."""
         assert self._log is not None, "take_back() before create()"
         self._wait_until_open()
-        self._tell({"take_back": str(self.folder)})
-        answer = self._answer("take_back", OPEN_S)
-        if "away" in answer:
-            raise TrackingError(answer["away"])
+        with self._telling:
+            self._is_taken_back = True
+            self._tell({"take_back": str(self.folder), "again": False})
+        try:
+            answer = self._answer("take_back", OPEN_S)
+            if "away" in answer:
+                raise TrackingError(answer["away"])
+        except TrackingError:
+            with self._telling:
+                self._is_taken_back = False
+                self._wake()  # it goes on, in MLflow too
+            raise
         self._log.close()
         remove_folder(self.folder)
-        self._log, self._begin_at, self.told, self._ms = None, None, LogSummary(), 0
+        with self._telling:
+            self._is_taken_back = False
+            self._log, self._begin_at, self.told, self._ms = None, None, LogSummary(), 0
         self.run_id = self.experiment_id = ""
         self.is_begun = self._is_late = False
         if "away" not in (self._opening or {}):  # else nobody asks again before the end
@@ -583,6 +595,8 @@ class Journal:
                 return False
             if self._order:
                 self._tell(self._order)
-            if self._begin_at is not None:
+            if self._is_taken_back:
+                self._tell({"take_back": str(self.folder), "again": True})
+            elif self._begin_at is not None:
                 self._wake()
         return True

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from urllib.parse import quote
 
 from headroom.base.names import Place, list_shown
 
@@ -56,7 +57,9 @@ def make_experiment_path(experiment_id: str) -> str:
 
 def make_run_path(experiment_id: str, run_id: str) -> str:
     """Return the path of the page of one run."""
-    return f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
+    # Of a server of anybody's, and copied from a terminal into a shell.
+    ids = (quote(part, safe="") for part in (experiment_id, run_id))
+    return "/#/experiments/{}/runs/{}?{}".format(*ids, TRAINING)
 
 
 def make_comparison_path(experiment_id: str, run_id: str) -> str:

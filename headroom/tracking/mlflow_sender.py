@@ -44,6 +44,7 @@ with pause_collection():
     from headroom.process.redaction import redact, redact_output
     from headroom.report import run_report
     from headroom.tracking import mlflow_store, orphaned_runs, send_later
+    from headroom.tracking.answer_limits import make_client
     from headroom.tracking.journal import RunGone
     from headroom.tracking.orphaned_runs import LeftRun
     from headroom.tracking.query_runs import find_newest_metrics, read_history
@@ -54,7 +55,11 @@ with pause_collection():
         try_sending_lock,
         wait_for_sending_lock,
     )
-    from headroom.tracking.tracking_settings import TrackingSettings, read_tracking_settings
+    from headroom.tracking.tracking_settings import (
+        TrackingError,
+        TrackingSettings,
+        read_tracking_settings,
+    )
     from headroom.watch import host_memory
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
@@ -88,7 +93,7 @@ class Session:
         if "where" in line:
             return self._answer_for("open", lambda: self.open(**line))
         if "take_back" in line:
-            return self._answer_for("take_back", self.take_back)
+            return self._answer_for("take_back", lambda: self.take_back(**line))
         self.wake = line
         folder = Path(line["folder"])
         if end := line.get("end") or read_end(folder):
@@ -97,23 +102,29 @@ class Session:
             self._answer_for("begin", self.begin)
         elif self.sender is None:
             self.is_patient = True  # nobody waits for it
-            self.held = self.held or try_sending_lock(folder)
+            with suppress(OSError, TrackingError):  # told when the run is begun
+                self.held = self.held or try_sending_lock(folder)
 
-    def take_back(self) -> dict[str, Any]:
-        """Let MLflow have nothing of the run that has begun: another is gone on with in its place.
+    def take_back(self, take_back: str, again: bool) -> dict[str, Any]:
+        """Let MLflow have nothing of the run that has begun in that folder: another is gone on with
+        in its place. again: the sending process before this one died at it.
 
         Raises what MLflow raises.
         """
         if self.system is not None:
             self.system.finish()
-        if self.sender is not None and self.client is not None:
-            self.sender.telemetry.close()
-            run_id = self.sender.state.run_id
-            self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
-            self._delete_run(run_id)
+        sender, self.sender = self.sender, None  # where this fails the run is begun once more
+        if sender is not None:
+            sender.telemetry.close()
+            self._delete_run(sender.state.run_id)
+        elif again:
+            self._reopen_client()
+            assert self.client is not None
+            with suppress(ValueError):  # MLflow has none
+                self._delete_run(orphaned_runs.find_run(self.client, Path(take_back)).info.run_id)
         if self.held is not None:
             self.held.close()
-        self.system = self.sender = self.held = None
+        self.system = self.held = None
         self.is_patient, self.opened_at, self.gate_of = False, math.inf, ""
         return {}
 
@@ -122,6 +133,7 @@ class Session:
         MLflow is asked. Raises what MLflow raises."""
         assert self.client is not None
         try:
+            self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
             self.client.delete_run(run_id)
         except MlflowException:
             if self.client.get_run(run_id).info.lifecycle_stage != "deleted":
@@ -152,6 +164,12 @@ class Session:
         mlflow_store.notes.clear()
         return {"ready": True, "notes": notes}
 
+    def _reopen_client(self) -> None:
+        """Open the experiment, where MLflow was away at first. Raises what MLflow raises."""
+        assert self.where is not None
+        if self.client is None:
+            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+
     def watch(self, pid: int) -> None:
         """Let `is_alone` know that very process, whatever happens to its number."""
         with suppress(psutil.NoSuchProcess):  # then the pipe has ended
@@ -174,9 +192,8 @@ class Session:
 
         Raises what MLflow raises.
         """
-        assert self.where is not None
-        if self.client is None:
-            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+        self._reopen_client()
+        assert self.where is not None and self.client is not None
         experiment_id = self.wake.get("experiment_id") or self.experiment_id
         folder, past = Path(self.wake["folder"]), {}
         self.held = self.held or wait_for_sending_lock(folder)
@@ -277,6 +294,8 @@ class Session:
         """End the run, trying again until `give_up_s` have passed; return the answer to that."""
         if self.sender is None:
             self.answer({"to": "begin", **self.begin(is_over=True)})
+            if not self.wake.get("end") and not read_end(Path(self.wake["folder"])):
+                raise RunGone("another process goes on with the run, and tells MLflow of all of it")
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})
         if self.system is not None:
@@ -372,7 +391,7 @@ def send_folder(folder: Path) -> int:
     """Send one run's folder now. Returns the exit code."""
     try:
         chosen = read_tracking_settings()
-        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, SendingState("", ""))
+        sender = Sender(make_client(chosen.tracking_uri), chosen, folder, SendingState("", ""))
         if not orphaned_runs.send_rest(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1

@@ -39,6 +39,7 @@ from headroom.base.event_log import (
 )
 from headroom.base.file_lock import FileLock
 from headroom.process.redaction import redact
+from headroom.tracking.answer_limits import AnswerLimit, make_client
 from headroom.tracking.mlflow_pages import VIEW_TAG, make_view_tag
 from headroom.tracking.tracking_settings import (
     TrackingError,
@@ -162,7 +163,7 @@ def _connect_once(uri: str) -> None:
 
 
 def _find_experiment(where: TrackingSettings) -> tuple[MlflowClient, Experiment | None]:
-    client = MlflowClient(where.tracking_uri)
+    client = make_client(where.tracking_uri)
     return client, client.get_experiment_by_name(where.experiment)
 
 
@@ -289,6 +290,9 @@ def explain_error(error: Exception, where: TrackingSettings | None) -> str:
         return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)
+    for cause in _list_causes(error):
+        if isinstance(cause, AnswerLimit):
+            return f"tracking_uri: {uri} can't be used: {cause}"
     first = _list_causes(error)[-1]
     if isinstance(first, sqlite3.Error):  # without the statement that met it
         error = first

@@ -27,6 +27,7 @@ from mlflow.entities import LoggedModel  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
 from headroom.base.units import make_printable  # noqa: E402
+from headroom.tracking.answer_limits import make_client  # noqa: E402
 from headroom.tracking.mlflow_store import explain_error  # noqa: E402
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
@@ -162,7 +163,7 @@ def _answer_question(question: dict[str, Any]) -> dict[str, str]:
             raise TrackingError(f"run: nothing was trained yet: there is no {path}; train first")
         # Where a model's files lie is asked there, whatever the download is given.
         mlflow.set_tracking_uri(where.tracking_uri)
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         return locate_model(client, where, question["run"], question["folder"], question["skipped"])
     except Exception as error:  # whatever it is, the process that asked has to hear of it
         return {"error": explain_error(error, where)}

@@ -27,9 +27,11 @@ from headroom.base.event_log import (
     END,
     LOG,
     ONCE,
+    RESERVE,
     SENDING_LOCK,
     SENT,
     START,
+    TRAINING_LOCK,
     append_event,
     is_sent,
     make_event,
@@ -41,9 +43,10 @@ from headroom.base.event_log import (
     read_metrics_before,
     read_sent,
 )
-from headroom.base.file_lock import is_held
+from headroom.base.file_lock import FileLock, is_held
 from headroom.prefect import prefect_http
 from headroom.prefect.prefect_http import is_run_alive
+from headroom.tracking.answer_limits import make_client
 from headroom.tracking.journal import RunGone
 from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
@@ -196,6 +199,9 @@ def begin_run(
     state = find_sending_state(client, run, folder)
     begin = _read_new_begin(folder, state.begun)
     if begin is None:
+        if run.info.status != "RUNNING" and is_going_on(folder):  # it was to be taken back
+            client.update_run(run.info.run_id, status="RUNNING")
+            state.closed = False
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
     _refuse_living(run, tags)
@@ -295,6 +301,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
         return _begin_again(whole, run, folder)
+    whole.beyond = said.beyond
     if is_sent(folder) and run.info.status != "RUNNING":
         return said
     if not _is_line_end(folder / LOG, said.begun):  # another log, in place of one that was lost
@@ -311,7 +318,6 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
     if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
         # It is not the newest that MLflow holds: less was sent, or more.
         return _begin_again(whole, run, folder)
-    whole.beyond = said.beyond
     whole.offset, whole.damaged = said.offset, said.damaged
     return whole
 
@@ -326,14 +332,16 @@ def _is_line_end(log: Path, offset: int) -> bool:
 
 def _begin_again(whole: SendingState, run: Run, folder: Path) -> SendingState:
     """Return the state of which all is sent from the start, but for steps that MLflow has and the
-    log has not: of a metric whose newest point is not in the log, none up to its step."""
+    log has not: of a metric whose newest point is not in the log, none up to its step; nor up to
+    the step that was found so before, as the log may have come further since."""
     points = {m.key: (m.step, m.timestamp) for m in run.data._metric_objs if m.step > ONCE}
     with suppress(FileNotFoundError), open(folder / LOG, "rb") as log:
         for batch, _ in read_metric_batches(log, 0):
             for name, _, unix_ms, step in batch:
                 if points.get(name) == (step, unix_ms):
                     del points[name]
-    whole.beyond = {name: step for name, (step, _) in points.items()}
+    steps = {name: step for name, (step, _) in points.items()}
+    whole.beyond = whole.beyond | {n: max(s, whole.beyond.get(n, s)) for n, s in steps.items()}
     if whole.beyond:  # its begin is another one, too
         whole.begun = 0
     return whole
@@ -358,19 +366,19 @@ def send_rest(sender: Sender, *, dead: str = DEAD) -> bool:
             sender.held = None
             return False
     try:
-        _send_rest(sender, dead)
+        return _send_rest(sender, dead)
     finally:
         if sender.held is not None:
             sender.held.close()
             sender.held = None
-    return True
 
 
-def _send_rest(sender: Sender, dead: str) -> None:
+def _send_rest(sender: Sender, dead: str) -> bool:
     if sender.held is not None and _is_double(sender):
         # Not ended before: who is killed between the two would leave it, and nobody looks again.
         sender.client.set_tag(sender.state.run_id, "end.reason", DOUBLE)
-        return sender.client.delete_run(sender.state.run_id)
+        sender.client.delete_run(sender.state.run_id)
+        return True
     if sender.held is not None:
         begun = begin_run(sender.client, sender.where, sender.folder, run_id=sender.state.run_id)
         sender.client, sender.state = begun.client, begun.state
@@ -381,14 +389,12 @@ def _send_rest(sender: Sender, dead: str) -> None:
     if sender.held is not None and _is_other_copy(sender.folder, stored):
         sender.close_copy()  # the other has all of it
         if stored.info.status != "RUNNING":
-            return
+            return True
         sender.folder = Path()
     if not sender.has_folder:
-        sender.client.set_tag(sender.state.run_id, "end.reason", dead)
-        sender.client.set_terminated(sender.state.run_id, "KILLED")
-        return
+        return _end_without_folder(sender.client, stored, dead)
     if sender.state.closed:
-        return
+        return True
     log = sender.folder / LOG
     end_ms = int(log.stat().st_mtime * 1000) if log.is_file() else None
     run = read_end(sender.folder)
@@ -398,12 +404,35 @@ def _send_rest(sender: Sender, dead: str) -> None:
             run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
         # MLflow may not have been told of the newest of them.
         run["tags"] = {**stored.data.tags, **read_logged_tags(log), **run.get("tags", {})}
-        _append_end(sender.folder, run)
+        if not _append_end(sender, run):
+            return False
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
     kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
     run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
+    return True
+
+
+def _end_without_folder(client: MlflowClient, run: Run, dead: str) -> bool:
+    """End a run whose folder is not here, as KILLED. Return False where its process is another
+    host's or lives: no lock tells of somebody who goes on with it elsewhere meanwhile."""
+    if not _is_dead_here(run):
+        return False
+    run_id = run.info.run_id
+    client.set_tag(run_id, "end.reason", dead)
+    client.set_terminated(run_id, "KILLED")
+    run = client.get_run(run_id)
+    if run.info.status == "KILLED" and not _is_dead_here(run):
+        client.update_run(run_id, status="RUNNING")
+        client.delete_tag(run_id, "end.reason")
+        return False
+    return True
+
+
+def _is_dead_here(run: Run) -> bool:
+    tags = run.data.tags
+    return bool(tags.get("host") == socket.gethostname() and not is_run_alive(tags))
 
 
 def _is_double(sender: Sender) -> bool:
@@ -426,13 +455,19 @@ def _is_other(sender: Sender) -> bool:
     return read_sent(sender.folder).get("run_id", "") not in ("", sender.state.run_id)
 
 
-def _append_end(folder: Path, run: Mapping[str, Any]) -> None:
+def _append_end(sender: Sender, run: Mapping[str, Any]) -> bool:
     """Let the log say how the run ended, whose process could not; who looks at the folder learns
-    it too. The time of the file stays that of the process's last line."""
-    with suppress(OSError):
+    it too. The time of the file stays that of the process's last line. Return False where somebody
+    goes on with the run since it was looked at: who is about to waits for this."""
+    folder = sender.folder
+    with suppress(OSError), FileLock(folder / TRAINING_LOCK) as training:
+        if not training.try_share() or _read_new_begin(folder, sender.state.begun) is not None:
+            return False
+        (folder / RESERVE).unlink(missing_ok=True)
         before = (folder / LOG).stat()
         append_event(folder, make_event(END, run, unix_ms=before.st_mtime_ns // 10**6))
         os.utime(folder / LOG, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return True
 
 
 def _is_other_copy(folder: Path, run: Run) -> bool:
@@ -475,7 +510,7 @@ def answer_tidy(act: Callable[..., Iterator[Any]]) -> dict[str, Any]:
     order: dict[str, Any] = json.loads(asked)
     chosen = TrackingSettings(**order["where"])
     try:
-        client = MlflowClient(chosen.tracking_uri)
+        client = make_client(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
         for one in act(client, chosen, ids, does=order["does"]):
             print(json.dumps(asdict(one)), flush=True)

@@ -27,9 +27,11 @@ from mlflow.entities import Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
+from headroom.base.units import make_printable  # noqa: E402
 from headroom.process.command import pause_collection  # noqa: E402
 from headroom.process.redaction import redact  # noqa: E402
 from headroom.tracking import mlflow_store  # noqa: E402
+from headroom.tracking.answer_limits import make_client  # noqa: E402
 from headroom.tracking.mlflow_pages import ComparisonView, find_old_comparisons  # noqa: E402
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
@@ -40,6 +42,7 @@ COMPARISON = "comparison"  # the tag of a run that holds others: how many
 PAGE, OTHERS = 1_000, 20  # runs that are asked for at once; more than wanted, as some are others
 NEEDED_METRIC = "speed/samples_per_s"
 FULL_LETTERS = 7900  # of a tag
+NAME_LETTERS = 250  # MLflow's own limit
 MISSING = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of MLflow's errors
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,7 +124,7 @@ def _get_run(client: MlflowClient, run_id: str, where: TrackingSettings, *, prob
 def read_run(where: TrackingSettings, run_id: str) -> dict[str, Any]:
     """Return a run as MLflow has it: its name, tags, metrics and more. Raises TrackingError."""
     with _explain(where):
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         return _describe_run(_get_run(client, run_id, where, problem=f"RUN {run_id[:80]}"))
 
 
@@ -132,7 +135,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
     """
     problem = f"--accept {run_id[:80]}"
     with _explain(where):
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         run = _get_run(client, run_id, where, problem=problem)
         if "gate" not in run.data.tags or "gate.of" not in run.data.tags:
             raise TrackingError(f"{problem}: was judged by no gate; it is {run.info.status}")
@@ -147,7 +150,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
             why = f"accepted as the level from now on; it was {was}"[:FULL_LETTERS]
             tags = [RunTag("gate", "new"), RunTag("gate.why", why)]
             client.log_batch(one.info.run_id, tags=tags)
-    return [str(one.info.run_name) for one in judged]
+    return [_clean_name(str(one.info.run_name)) for one in judged]
 
 
 class ExperimentRuns:
@@ -163,7 +166,7 @@ class ExperimentRuns:
     @_explain_errors
     def _open(self, makes: bool) -> None:
         name = self.where.experiment
-        if not makes and not MlflowClient(self.where.tracking_uri).get_experiment_by_name(name):
+        if not makes and not make_client(self.where.tracking_uri).get_experiment_by_name(name):
             raise TrackingError(f"run.experiment: {name!r} is not there; nothing has run in it")
         self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
 
@@ -305,17 +308,25 @@ def _is_training(run: Run) -> bool:
 
 
 def _describe_run(run: Run) -> dict[str, Any]:
-    """Return a training."""
+    """Return a training. Names of a server of anybody's are shown as they are from here on."""
     tags: Mapping[str, str] = run.data.tags
+    params, metrics = (
+        {_clean_name(name): value for name, value in named.items()}
+        for named in (run.data.params, run.data.metrics)
+    )
     return {
-        "run_id": run.info.run_id,
-        "name": run.info.run_name or "",
-        "status": run.info.status,
-        "params": run.data.params,
+        "run_id": _clean_name(run.info.run_id),
+        "name": _clean_name(run.info.run_name or ""),
+        "status": _clean_name(run.info.status),
+        "params": params,
         "tags": tags,
-        "metrics": run.data.metrics,
+        "metrics": metrics,
         "error": tags.get("end.reason", tags.get("failure", "")),
     }
+
+
+def _clean_name(name: str) -> str:
+    return name if name.isprintable() else make_printable(name, limit=NAME_LETTERS)
 
 
 def main() -> None:
@@ -323,7 +334,7 @@ def main() -> None:
     order = json.load(sys.stdin)
     where = TrackingSettings(**order["where"])
     try:
-        client = MlflowClient(where.tracking_uri)
+        client = make_client(where.tracking_uri)
         experiment = client.get_experiment_by_name(where.experiment)
     except MlflowException as error:
         print(f"no past: {redact(str(error))}", file=sys.stderr)

@@ -43,6 +43,7 @@ from headroom.base.event_log import (
     read_log_ends,
     read_metric_batches,
     read_series,
+    refuse_links,
     write_to_disk,
 )
 from headroom.base.file_lock import FileLock
@@ -52,7 +53,7 @@ from headroom.report import run_report
 from headroom.tracking import model_sender
 from headroom.tracking.journal import RunGone
 from headroom.tracking.mlflow_pages import make_run_path
-from headroom.tracking.tracking_settings import TrackingSettings
+from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 
 SHARE = 0.005  # of a core, where none is idle
 SPARE_CORES = 0.5  # so much of one idle is a core to work on
@@ -222,8 +223,8 @@ class SendingState:
     damaged: int = 0  # lines that had to be skipped
     unsent: str = ""  # why it has ended and not all of it could be sent
     earlier: str = ""  # flow runs that the run began in, and does not end in: separated by commas
-    # The newest step of each metric of which MLflow has more than this log: of one that was lost
-    # with its machine, or of a copy of the folder that was made before.
+    # The newest step of each metric of which MLflow has more than this log, and up to which it is
+    # asked for each: of one that was lost with its machine, or a copy of the folder made before.
     beyond: dict[str, int] = field(default_factory=dict)
 
 
@@ -244,6 +245,7 @@ class Sender:
     told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
     registered: str = ""  # what became of the model in MLflow's registry
     held: FileLock | None = None  # the lock of the folder, while this process sends it
+    there: dict[str, set[int]] = field(default_factory=dict)  # steps up to state.beyond, by metric
 
     @property
     def has_folder(self) -> bool:
@@ -285,10 +287,8 @@ class Sender:
         with suppress(FileNotFoundError), open(self.folder / LOG, "rb") as log:
             how = {"most_bytes": most_bytes, "begun": self.state.begun}
             batches = read_metric_batches(log, self.state.offset, **how, damaged=bad, tags=tags)
-            beyond = self.state.beyond
             for batch, offset in batches:
-                if beyond:  # trained a second time, at another time: MLflow would show both
-                    batch = [s for s in batch if s[-1] == ONCE or s[-1] > beyond.get(s[0], -1)]
+                batch = self._select_new(batch)
                 if batch:
                     self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
@@ -305,6 +305,16 @@ class Sender:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
         self._send_tags(self.tags)
         self.tags.clear()
+
+    def _select_new(self, batch: list[Sample]) -> list[Sample]:
+        """Return what MLflow has not: of a step that was trained a second time, at another time, it
+        would show both. What it lacks below its newest step, a power cut took before."""
+        beyond = self.state.beyond
+        again = {s[0] for s in batch if ONCE != s[-1] <= beyond.get(s[0], -1)} if beyond else set()
+        for name in again - self.there.keys():
+            points = self.client.get_metric_history(self.state.run_id, name)
+            self.there[name] = {p.step for p in points if ONCE != p.step <= beyond[name]}
+        return [s for s in batch if s[0] not in again or s[-1] not in self.there[s[0]]]
 
     def _send_tags(self, tags: Mapping[str, str]) -> None:
         if tags:
@@ -337,7 +347,6 @@ class Sender:
         Return the times that are only known at its end. Raises what MLflow raises. end_ms:
         when it ended, if not now.
         """
-        (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
             if self.state.unsent:
@@ -356,7 +365,8 @@ class Sender:
         self._keep()
         # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
         for path in self.folder.rglob("*"):
-            path.chmod(0o700 if path.is_dir() else 0o600)
+            if not path.is_symlink():  # as its user may have laid one since
+                path.chmod(0o700 if path.is_dir() else 0o600)
         return times
 
     def close_copy(self) -> None:
@@ -475,7 +485,11 @@ class Sender:
     def _keep(self) -> None:
         half = self.folder / f"{SENT}.new"
         half.write_text(json.dumps(vars(self.state)))
+        if self.state.beyond:  # a power cut that takes this would let steps be there twice
+            write_to_disk(half)
         half.rename(self.folder / SENT)
+        if self.state.beyond:
+            write_to_disk(self.folder)
 
 
 def _describe_environment() -> str:
@@ -567,8 +581,9 @@ def reopen_run(
 ) -> Sender:
     """Set a run that ended to RUNNING again; return its sender. state: how far it was sent. begun:
     the offset in its log behind what is told with it."""
-    state.begun, state.closed, state.model_id, state.has_model = begun, False, "", False
+    state.closed, state.model_id, state.has_model = False, "", False
     sender = Sender(client, chosen, folder, state)
+    sender._keep()  # its end is told again, should nothing come of this one
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
     before = client.get_run(state.run_id).data.tags
     for name in before.keys() & {"end.reason", "failure", "warnings", UNSENT}:
@@ -580,6 +595,7 @@ def reopen_run(
     run_tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
     client.log_batch(state.run_id, tags=run_tags)
     client.update_run(state.run_id, status="RUNNING")
+    state.begun = begun
     sender._keep()
     return sender
 
@@ -611,8 +627,12 @@ def wait_for_sending_lock(folder: Path) -> FileLock:
 def try_sending_lock(folder: Path) -> FileLock | None:
     """Return the folder's lock, held until it is closed or the process ends.
 
-    None where another has it.
+    None where another has it. Raises TrackingError where the folder holds what leads out of it.
     """
+    try:
+        refuse_links(folder)
+    except OSError as error:
+        raise TrackingError(f"runs: {error.filename} {error.strerror}") from None
     mine = FileLock(folder / SENDING_LOCK)
     if mine.take():
         return mine

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headroom.process.command import make_own_folder
 from headroom.process.redaction import redact
 from headroom.settings.read_settings import SettingsProblem, parse_value, read_file_text
 
@@ -119,14 +119,21 @@ def find_tracking_settings() -> FoundSettings:
     if not problem:
         return FoundSettings(settings)
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    for base in (Path(state) / "headroom", Path(tempfile.gettempdir()) / f"headroom-{os.getuid()}"):
-        own = settings.model_copy(update={"runs": str(base / "runs")})
-        if own.keeps_files:
-            uri = _make_absolute("sqlite:///mlflow.db", base)
-            own = own.model_copy(update={"tracking_uri": uri, "artifacts": str(base / "artifacts")})
-        if not _find_problem(own):
-            break
+    base = Path(state) / "headroom"
+    own = _keep_in(base, settings)
+    if _find_problem(own):
+        base = make_own_folder("headroom")  # in a folder where any user may make one of that name
+        own = _keep_in(base, settings)
     return FoundSettings(own, f"{problem}; this run is kept in {base}")
+
+
+def _keep_in(base: Path, settings: TrackingSettings) -> TrackingSettings:
+    """Return the settings with all that is kept here in that folder."""
+    own = settings.model_copy(update={"runs": str(base / "runs")})
+    if not own.keeps_files:
+        return own
+    uri = _make_absolute("sqlite:///mlflow.db", base)
+    return own.model_copy(update={"tracking_uri": uri, "artifacts": str(base / "artifacts")})
 
 
 def _find_problem(settings: TrackingSettings) -> str:

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, call, methodcaller
 from time import perf_counter
@@ -37,9 +38,10 @@ STEP, BETWEEN = "step", "between"
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = tuple(os.path.join(_ROOT, room, "") for room in ("headroom", "flows", "tasks"))
-_LIBRARIES = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib")}
-)
+_PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
+# PyTorch may lie elsewhere: built by its user, or in a folder of PYTHONPATH.
+_PLACES |= set(getattr(find_spec("torch"), "submodule_search_locations", None) or ())
+_LIBRARIES = tuple(os.path.join(place, "") for place in _PLACES)
 _KINDS = {  # by a part of the path of a file
     "/torch/utils/data/": DATA,
     "/torch/optim/": OPTIMIZER,

@@ -12,7 +12,6 @@ import torch
 
 from headroom.comparison import bit_differences, verification
 from headroom.settings.read_settings import ConfigError
-from headroom.training import step_digests
 from tests.comparison.recorded_runs import record_training
 from tests.run_folders import append_lines, make_event, make_line
 
@@ -64,12 +63,12 @@ def test_a_bit_flipped_in_the_run_itself_is_named_by_its_digest(tmp_path: Path) 
     lines = []
 
     def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
-        named = step_digests.name_tensors(state, loss)
+        named = verification.name_tensors(state, loss)
         if step == 6:
             bit_differences.flip_bit(named, "optimizer/means/0", 5, 2)
-        row = [int(step_digests.compute_digest(tensor)) for tensor in named.values()]
+        row = [int(verification.compute_digest(tensor)) for tensor in named.values()]
         rows = base64.b64encode(struct.pack(f"<{len(row)}q", *row)).decode()
-        head = {"version": step_digests.VERSION, "names": [*named], "environment": {}}
+        head = {"version": 2, "names": [*named], "environment": {}}
         lines.extend((head, {"steps": [step], "rows": rows}))
 
     run = train(tmp_path / "run", end_step=end_step)
@@ -110,6 +109,6 @@ def test_each_single_bit_changes_the_digest_and_is_found_by_it(dtype: torch.dtyp
         for bit in range(0, 8 * whole.element_size(), every):
             named = {"x": whole.clone()}
             bit_differences.flip_bit(named, "x", element, bit)
-            digest = int(step_digests.compute_digest(named["x"]))
+            digest = int(verification.compute_digest(named["x"]))
             told = bit_differences.explain_by_one_bit(whole, digest)
             assert told.startswith(f"one bit: bit {bit} of element [{element}], "), told

@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from headroom.base.file_lock import FileLock
-from headroom.run.known_runs import RunStart
+from headroom.run.known_runs import RunStart, make_timestamp
 from headroom.run.resume import (
     NothingKept,
     find_resumed_folder,
     find_unfinished_folder,
-    is_key_held,
     lock_for_training,
-    lock_key,
     lock_resumed_folder,
     make_default_name,
-    make_timestamp,
 )
+from headroom.run.run_keys import is_key_held, lock_key
 from headroom.settings.read_settings import ConfigError, resolve_config
 from tasks.train_model import train_model
 from tests.run_folders import write_end

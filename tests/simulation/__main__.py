@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tests.simulation.histories import History, play_history, stage
+from tests.simulation.drawing import History
+from tests.simulation.histories import play_history, stage
 from tests.simulation.mutants import MUTANTS, Mutant, planted
 from tests.simulation.shrink import shrink
 

@@ -6,10 +6,9 @@ claim, lease, journal and sending process; what is left is cleaned up by `flows.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,10 @@ from headroom.device.leases import DevicesBusyError
 from headroom.prefect import prefect_http
 from headroom.process import children
 from headroom.report import run_report
-from headroom.run import findings, known_runs, recording, resume, tidy
+from headroom.run import findings, known_runs, recording, resume, run_keys, tidy
 from headroom.run.recording import Recording
 from headroom.run.resume import LoopClaim, NamedRun
+from headroom.run.run_keys import KeyHeld
 from headroom.settings.read_settings import ConfigError
 from headroom.tracking import (
     journal,
@@ -39,160 +39,26 @@ from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from headroom.training import kept_steps
 from headroom.watch import phases
 from tests.simulation import stand_ins
+from tests.simulation.drawing import History, Start, Sweep
 from tests.simulation.server import EXPERIMENT, Client, Server, make_away
 from tests.simulation.stand_ins import LEASES, Path, installed, played_in
-from tests.simulation.world import ROOM, Fault, Killed, World
+from tests.simulation.world import ROOM, Killed, World
 
-RUNS = "/runs"
+RUNS, ELSEWHERE = "/runs", "/others"
+HELD = 4  # an exit code: the key is another's
 DATABASE = "/mlflow.db"
 DEVICES = ("GPU-1", "GPU-2")
 MODULES = [
     *(event_log, file_lock, leases, prefect_http, children, findings, known_runs, recording),
-    *(resume, tidy, journal, left_folders, mlflow_sender, mlflow_store, orphaned_runs, run_sender),
-    *(query_runs, send_later, tracking_settings, kept_steps, phases),
+    *(resume, run_keys, tidy, journal, left_folders, mlflow_sender, mlflow_store),
+    *(orphaned_runs, run_sender, query_runs, send_later, tracking_settings, kept_steps, phases),
 ]
 METRICS = ("train/loss", "train/lr")
+REPORT = run_sender.REPORT
+LATE_S = 40.0  # after which MLflow has a point: it is asked each 30 s, where it was away
 LONG_FREE_S = 60.0  # a device that is free for so long is taken by who waits
 KILLS = {"kill", "kill after", "kill all"}
 HARMLESS = {"clock", "pause"}  # faults, of which a run that is taken back knows nothing
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a training."""
-
-    after_s: float = 0.0  # since the one before was over, or was begun
-    beside: bool = False  # the one before is not waited for
-    key: str = "k"
-    by: str = "key"  # key: the run of its key; checkpoint: the one that a checkpoint names; late:
-    # the same, which is told after the run has begun
-    points: int = 5
-    pause_s: float = 1.0
-    keeps_every: int = 2  # points, a checkpoint
-    ends: str = "done"  # done, fails, stops, left (without a word)
-    device: bool = False
-    waits: bool = True
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Somebody else who cleans up, or sends a folder."""
-
-    at_s: float
-    how: str = "tidy"  # tidy, folder
-
-
-@dataclass(frozen=True)
-class History:
-    """What happens, and what befalls it."""
-
-    seed: int
-    starts: tuple[Start, ...] = ()
-    sweeps: tuple[Sweep, ...] = ()
-    faults: tuple[Fault, ...] = ()
-    direct: bool = False  # into an SQLite database, past MLflow's API
-    busy: bool = False  # no core is idle
-    lies: bool = False  # fsync does nothing
-    switch: float = 0.05
-    resumes_at_last: bool = False  # the key comes to its end before all is cleaned up
-
-    @classmethod
-    def draw(cls, seed: int) -> History:
-        """Return the history of this seed."""
-        drawn = random.Random(seed)
-        starts = tuple(_draw_start(drawn, i) for i in range(drawn.choice((1, 1, 2, 2, 3))))
-        sweeps = tuple(
-            Sweep(drawn.uniform(0, 30), drawn.choice(("tidy", "tidy", "folder")))
-            for _ in range(drawn.choice((0, 0, 0, 1, 2)))
-        )
-        faults = [_draw_fault(drawn) for _ in range(drawn.choice((0, 1, 1, 1, 2, 2, 3, 4)))]
-        for fault in [f for f in faults if f.what == "full" and drawn.random() < 0.5]:
-            nth = fault.nth + drawn.randint(1, 60)
-            faults.append(Fault(fault.at, nth, "room"))
-        if seed % CROWD == CROWD - 1:
-            starts = _draw_crowd(drawn)
-            faults.append(Fault("lock", drawn.randint(1, 120), "kill"))
-        return cls(
-            seed,
-            starts,
-            sweeps,
-            tuple(faults),
-            direct=drawn.random() < 0.4,
-            busy=drawn.random() < 0.2,
-            lies=drawn.random() < 0.1,
-            switch=drawn.choice((0.0, 0.02, 0.1, 0.4)),
-            resumes_at_last=drawn.random() < 0.5,
-        )
-
-
-CROWD = 20  # one history of so many is of trainings that want the same at once
-
-
-def _draw_crowd(drawn: random.Random) -> tuple[Start, ...]:
-    """Return starts that want one key, one run's folder or one device."""
-    wants = drawn.choice(("key", "folder", "device"))
-    starts = []
-    for _ in range(drawn.randint(3, 6)):
-        how = {
-            "key": {"after_s": drawn.choice((0.0, drawn.uniform(0, 0.05))), "pause_s": 0.0},
-            "folder": {
-                "after_s": drawn.choice((0.0, 1.0, 2.0)),
-                "pause_s": 0.5,
-                "by": "checkpoint",
-                "points": 6,
-            },
-            "device": {"after_s": drawn.uniform(0, 1), "pause_s": 0.5, "device": True},
-        }[wants]
-        one = Start(beside=True, key="k" if wants == "key" else "", points=2, keeps_every=1)
-        ends = drawn.choice(("done", "fails"))
-        starts.append(replace(one, **{"ends": ends, "waits": False, **how}))  # type: ignore[arg-type]
-    return tuple(starts)
-
-
-def _draw_start(drawn: random.Random, index: int) -> Start:
-    return Start(
-        after_s=drawn.choice((0.0, 0.1, 3.0, 40.0)),
-        beside=drawn.random() < 0.25,
-        key=drawn.choice(("k", "k", "k", "other", "")),
-        by=drawn.choice(("key", "key", "checkpoint", "late")),
-        points=drawn.randint(1, 8),
-        pause_s=drawn.choice((0.0, 0.0, 0.5, 3.0)),
-        keeps_every=drawn.choice((1, 2, 3, 100)),
-        ends=drawn.choice(("done", "done", "fails", "stops", "left")),
-        device=drawn.random() < 0.4,
-        waits=drawn.random() < 0.5,
-    )
-
-
-# How often each is drawn, at which calls, up to which of them, and how much of it there is.
-KINDS: tuple[tuple[int, str, tuple[tuple[str, int], ...]], ...] = (
-    (6, "kill", (("any", 900), ("training", 300), ("sender", 500), ("rename", 40), ("lock", 40))),
-    (3, "kill", (("server", 40), ("fsync", 4), ("write", 60), ("tidy", 150))),
-    (4, "kill after", (("server", 40), ("write", 60), ("rename", 40))),
-    (3, "kill in it", (("write", 60),)),
-    (3, "kill all", (("any", 900), ("server", 40), ("write", 60), ("rename", 40))),
-    (4, "power", (("any", 900), ("server", 40), ("write", 60), ("rename", 40))),
-    (3, "full", (("write", 60), ("training", 300), ("any", 900))),
-    (4, "away", (("server", 40),)),
-    (4, "lost", (("server", 40),)),
-    (3, "twice", (("server", 40),)),
-    (3, "clock", (("training", 300), ("any", 900))),
-    (2, "pause", (("sender", 500), ("any", 900), ("lock", 40))),
-)
-_WEIGHTS = [weight for weight, _, _ in KINDS]
-
-
-def _draw_fault(drawn: random.Random) -> Fault:
-    _, what, places = drawn.choices(KINDS, _WEIGHTS)[0]
-    at, most = drawn.choice(places)
-    amount = {
-        "kill in it": lambda: drawn.random(),
-        "full": lambda: drawn.choice((0, drawn.randint(1, 600))),
-        "away": lambda: drawn.choice((0.5, 5.0, 40.0, 400.0)),
-        "clock": lambda: drawn.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0)),
-        "pause": lambda: drawn.choice((0.01, 1.0, 20.0)),
-    }.get(what, lambda: 0.0)()
-    return Fault(at, drawn.randint(1, most), what, amount)
 
 
 class Broken(AssertionError):
@@ -269,6 +135,7 @@ class SimulatedRecording(Recording):
         truth.training[name] = me
         truth.begins[name] = truth.begins.get(name, 0) + 1
         step = claim.step
+        told_at: list[tuple[float, int]] = []
         for count in range(1, start.points + 1):
             step += 1
             play.world.sleep(start.pause_s)
@@ -279,6 +146,8 @@ class SimulatedRecording(Recording):
             truth.points.setdefault(name, {}).update(
                 {(m, step): truth.points.get(name, {}).get((m, step), v) for m, v in values.items()}
             )
+            told_at.append((play.world.mono, step))
+            play.judge_training(name, self._journal, told_at)
             if count % start.keeps_every == 0:
                 state = NamedRun(self._journal.run_id, name, step).make_state()
                 truth.checkpoints[start.key] = (state, step)
@@ -286,7 +155,9 @@ class SimulatedRecording(Recording):
             raise RuntimeError("the loop failed")
         if start.ends == "stops":
             self._found.stopped = "a time limit"
-        if start.ends == "left":
+        if start.ends == "gone" and self._journal._sender is not None:
+            play.world.kill(self._journal._sender.process)
+        if start.ends in ("left", "gone"):
             play.world.kill(me)
 
     def _open(self, start: Start) -> None:
@@ -297,6 +168,7 @@ class SimulatedRecording(Recording):
             name = self.folder.name
             before = truth.ends.get(name, {"KILLED"})
             truth.ends[name] = before | {"KILLED"}
+            truth.earlier.setdefault(name, set()).update(before)  # perhaps told, and not heard of
             try:
                 if self._reopen(claim.step) is not None:
                     truth.ends[name] = {"KILLED"}
@@ -372,19 +244,20 @@ class Play:
 
     def _be_a_person(self) -> None:
         world, history = self.world, self.history
-        for place, mode in ((RUNS, 0o700), (LEASES, 0o1777)):
+        for place, mode in ((RUNS, 0o700), (ELSEWHERE, 0o700), (LEASES, 0o1777)):
             node = world.make(place, is_dir=True, mode=mode)
             world.set_name(world.root, place[1:], node)
         world.set_name(world.root, DATABASE[1:], world.make(DATABASE, is_dir=False, mode=0o600))
         world.sync()
         begun = []
-        for sweep in history.sweeps:
-            world.begin("tidy", lambda sweep=sweep: self._sweep(sweep))  # type: ignore[misc]
-        for start in history.starts:
+        for number, start in enumerate(history.starts):
             if begun and not start.beside:
                 self._wait_for(begun)
+            for sweep in history.sweeps:
+                if sweep.start == number:
+                    world.begin("tidy", lambda sweep=sweep: self._sweep(sweep))  # type: ignore[misc]
             world.wait(None, start.after_s)
-            begun.append(world.begin("training", lambda start=start: self.train(start)))  # type: ignore[misc]
+            begun.append(world.begin("training", lambda start=start: self._ask(start)))  # type: ignore[misc]
         self._wait_for(begun)
         self._put_right()
         self._judge()
@@ -401,7 +274,8 @@ class Play:
     def _put_right(self) -> None:
         """Let all be healthy; go on with the key, or not; and clean up."""
         world = self.world
-        world.is_healthy, world.room, world.away_until = True, ROOM, 0.0
+        world.is_healthy, world.room = True, ROOM
+        world.away_until = world.starved_until = 0.0
         world.half, world.answer_fault = None, ""
         world.after.clear()
         self._wait_for_all()
@@ -411,20 +285,31 @@ class Play:
             self._wait_for_all()
             if one.code != 0:
                 raise Broken(f"the key can't be gone on with: {self.codes[-1:]}")
-        world.begin("tidy", self._tidy)
+        world.begin("tidy", lambda: self._tidy(self.where))
         self._wait_for_all()
 
-    def _tidy(self) -> None:
-        for action in tidy.clean_up(self.where, does=True):
+    def _tidy(self, where: TrackingSettings) -> None:
+        for action in tidy.clean_up(where, does=True):
             if action.problem and self.world.is_healthy:
                 self.codes.append(f"tidy: {action.what}: {action.problem}")
 
     def _sweep(self, sweep: Sweep) -> None:
         self.world.sleep(sweep.at_s)
-        if sweep.how == "tidy":
-            return self._tidy()
+        if sweep.how in ("tidy", "elsewhere"):
+            runs = RUNS if sweep.how == "tidy" else ELSEWHERE
+            return self._tidy(self.where.model_copy(update={"runs": runs}))
         for log in list(Path(RUNS).glob(f"*/{event_log.LOG}")):
             mlflow_sender.send_folder(log.parent)
+
+    def _ask(self, start: Start) -> None:
+        """Start a training; where its key is held, so often as it is to be asked for."""
+        for left in reversed(range(start.asks)):
+            try:
+                return self.train(start)
+            except SystemExit as refused:
+                if refused.code != HELD or not left:
+                    raise
+            self.world.sleep(0.002 * self.world.drawn.random())
 
     def train(self, start: Start) -> None:
         """One start of a training, whatever comes of it."""
@@ -446,6 +331,8 @@ class Play:
                     one._held.callback(lease.close)
                     self._take(lease, one)
                 one.train(start)
+        except KeyHeld:
+            raise SystemExit(HELD) from None
         except (RuntimeError, DevicesBusyError, JournalError, ConfigError, TrackingError) as error:
             self.codes.append(f"{type(error).__name__}: {error}")
             raise SystemExit(2) from None
@@ -487,9 +374,37 @@ class Play:
         runs = self._find_runs(name)
         there = {(key, step) for run in runs for key, _, _, step in run.points}
         lost = sorted(self.truth.points.get(name, {}).keys() - there)
+        if runs and not any(REPORT in run.artifacts for run in runs):
+            raise Broken(f"{name} is closed as {status}, and has no report in MLflow")
         if lost or status not in {run.status for run in runs}:
             statuses = [run.status for run in runs]
             raise Broken(f"{name} is closed as {status}; MLflow says {statuses}, lacks {lost[:4]}")
+
+    def judge_training(
+        self, name: str, journal: journal.Journal, told_at: list[tuple[float, int]]
+    ) -> None:
+        """Who trains is told of as one who trains: nobody has ended its log or its run, and what it
+        told long ago is in MLflow, where nothing befell it since."""
+        world = self.world
+        log = world.find(f"{RUNS}/{name}/{event_log.LOG}")
+        assert log is not None
+        if log.data.rfind(b'\n{"end":') > log.data.rfind(b'{"begin":'):
+            raise Broken(f"the log of {name} says an end, and it trains")
+        run = self.server.runs.get(journal.run_id)
+        if run is None or world.mono - world.away_until < LATE_S:
+            return
+        if run.status != "RUNNING":
+            world.wait(None, 1.0)  # who has looked for the process again puts it right
+        if run.status != "RUNNING":
+            raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
+        sender = journal._sender
+        is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
+        if not is_calm or self.history.busy or sender is None or sender.poll() is not None:
+            return
+        there = {step for run in self._find_runs(name) for _, _, _, step in run.points}
+        late = [step for at, step in told_at if world.mono - at > LATE_S and step not in there]
+        if late:
+            raise Broken(f"MLflow has not heard of the steps {late} of {name}, which trains")
 
     def _note_power(self) -> None:
         """What the disk has lost is promised only where MLflow has it."""
@@ -522,7 +437,15 @@ class Play:
             run
             for run in self.server.runs.values()
             if run.tags.get("journal") == name and run.stage == "active"
+            if not self._is_ended_double(run)
         ]
+
+    def _is_ended_double(self, run: Any) -> bool:
+        """Return whether MLflow was made to make it beside another, and who has not its folder has
+        ended it before who has could take it away: it stays, empty."""
+        is_double = "twice" in {fault.what for fault in self.world.met} and not run.points
+        ways = {sweep.how for sweep in self.history.sweeps}
+        return is_double and run.status == "KILLED" and "elsewhere" in ways
 
     def _judge(self) -> None:
         truth, wrong = self.truth, []
@@ -532,6 +455,7 @@ class Play:
             name = run.tags.get("journal", "")
             # A power cut took the folder, and a request that was asked again had made two runs.
             is_stray = bool(name) and self.world.find(f"{RUNS}/{name}") is None and not run.points
+            is_stray |= self._is_ended_double(run)
             if name in truth.given_up and {f.what for f in self.world.met} <= HARMLESS:
                 wrong.append(f"{run.run_id} of {name} was taken back and is there")
             if run.status == "RUNNING":
@@ -548,11 +472,13 @@ class Play:
             if doubled:
                 wrong.append(f"{run.run_id} of {name} has twice: {sorted(doubled)[:4]}")
         gone = {Path(RUNS, n) for n in truth.points if self.world.find(f"{RUNS}/{n}") is None}
+        befell = {fault.what for fault in self.world.met}
         for name, points in truth.points.items():
             runs = self._find_runs(name)
+            if runs and "power" not in befell and not any(REPORT in r.artifacts for r in runs):
+                wrong.append(f"{name} has no report in MLflow")
             if Path(RUNS, name) in gone:  # a power cut took it: which run it was told nobody knows
                 runs = [run for run in runs if run.points]
-            befell = {fault.what for fault in self.world.met}
             # Not promised: a power cut may take which of two runs that MLflow was made to make.
             if len(runs) > 1 and not befell >= {"twice", "power"}:
                 wrong.append(f"{name} has the runs {[run.run_id for run in runs]}")
@@ -563,7 +489,7 @@ class Play:
         wrong += self._judge_logs()
         with played_in(self.world):
             for name in ("k", "other"):
-                with suppress(ConfigError), resume.lock_key(Path(RUNS), name):
+                with suppress(ConfigError), run_keys.lock_key(Path(RUNS), name):
                     continue
                 wrong.append(f"the key {name!r} can't be taken")
         place = self.world.find(LEASES)
@@ -676,7 +602,7 @@ def stage() -> Iterator[None]:
         mlflow_sender: {
             "redact_output": lambda is_log: None,
             "read_tracking_settings": lambda: _playing[-1].where,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "run_report": report,
             "prefect_http": no_prefect,
             "SystemMetricsMonitor": _Quiet,
@@ -689,7 +615,7 @@ def stage() -> Iterator[None]:
         mlflow_store: {"open_experiment": _open_experiment},
         orphaned_runs: {
             "open_experiment": _open_experiment,
-            "MlflowClient": lambda *_: _playing[-1].client,
+            "make_client": lambda *_: _playing[-1].client,
             "prefect_http": no_prefect,
         },
         run_sender: {

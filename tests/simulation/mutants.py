@@ -56,8 +56,16 @@ MUTANTS = (
     Mutant(
         "the offset is never moved back to what MLflow has",
         "headroom.tracking.orphaned_runs:find_sending_state",
-        "        return _begin_again(whole, run, folder)\n    whole.beyond = said.beyond\n",
-        "        pass\n    whole.beyond = said.beyond\n",
+        """    try:
+        before = read_metrics_before(folder / LOG, said.offset) if said.offset else {}
+    except (OSError, ValueError, TypeError) as error:
+        print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
+        return _begin_again(whole, run, folder)
+    if not before or any(run.data.metrics.get(name) != value for name, value in before.items()):
+        # It is not the newest that MLflow holds: less was sent, or more.
+        return _begin_again(whole, run, folder)
+""",
+        "",
         "after a power cut, points of a log that has grown anew are not sent",
     ),
     Mutant(
@@ -104,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "the key's file is not looked at again",
-        "headroom.run.resume:KeyLock.take",
+        "headroom.run.run_keys:KeyLock.take",
         "            if lock.is_in_place():\n",
         "            if True:\n",
         "two trainings hold one key",
@@ -141,8 +149,8 @@ MUTANTS = (
     Mutant(
         "a log that has lost its end is sent as if it had not",
         "headroom.tracking.orphaned_runs:_begin_again",
-        "    whole.beyond = {name: step for name, (step, _) in points.items()}\n",
-        "    whole.beyond = {}\n",
+        "    steps = {name: step for name, (step, _) in points.items()}\n",
+        "    steps = {}\n",
         "after a power cut, steps are there twice",
     ),
     Mutant(
@@ -162,8 +170,7 @@ MUTANTS = (
     Mutant(
         "a run that was taken back stays",
         "headroom.tracking.mlflow_sender:Session.take_back",
-        '            self.client.set_terminated(run_id, "KILLED")'
-        "  # nobody looks for its process then\n            self._delete_run(run_id)\n",
+        "            self._delete_run(sender.state.run_id)\n",
         "",
         "an empty run says RUNNING for ever",
     ),
@@ -200,7 +207,7 @@ MUTANTS = (
     Mutant(
         "a sending process that died is not replaced",
         "headroom.tracking.journal:Journal._replace_sender",
-        "            if self._begin_at is not None:\n                self._wake()\n",
+        "            elif self._begin_at is not None:\n                self._wake()\n",
         "",
         "a run whose sending process was killed is not told of until somebody cleans up",
     ),

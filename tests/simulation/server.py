@@ -43,6 +43,7 @@ class StoredRun:
     params: dict[str, str] = field(default_factory=dict)
     points: set[tuple[str, float, int, int]] = field(default_factory=set)
     latest: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    artifacts: set[str] = field(default_factory=set)
 
     def describe(self) -> Any:
         latest = {k: (step, ms, value) for k, (step, ms, value) in self.latest.items()}
@@ -85,10 +86,12 @@ class Server:
         if here.mono < here.away_until:
             here.answer_fault = ""
             raise make_away()
-        here.mono += ANSWER_S
         fault, here.answer_fault = here.answer_fault, ""
+        if fault == "dropped":
+            raise make_away()
         answer = call()
         here.done()
+        here.wait(None, ANSWER_S)  # it is on its way, and others go on
         if fault == "twice":
             with suppress(MlflowException):
                 answer = call()
@@ -157,6 +160,13 @@ class Client:
             run.tags |= {tag.key: tag.value for tag in tags}
 
         self._server.ask(do)
+
+    def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+        def do() -> list[Any]:
+            found = sorted(p for p in self._get(run_id).points if p[0] == key)
+            return [Metric(k, value, ms, step) for k, value, ms, step in found]
+
+        return self._server.ask(do)
 
     def log_inputs(self, run_id: str, inputs: Any) -> None:
         self._server.ask(lambda: self._get_active(run_id) and None)
@@ -227,7 +237,8 @@ class Client:
         raise _refuse(f"no model {model_id}", RESOURCE_DOES_NOT_EXIST)
 
     def log_artifact(self, run_id: str, path: str) -> None:
-        self._server.ask(lambda: self._get_active(run_id) and None)
+        name = path.rpartition("/")[2]
+        self._server.ask(lambda: self._get_active(run_id).artifacts.add(name))
 
     def log_artifacts(self, run_id: str, path: str, name: str = "") -> None:
         self.log_artifact(run_id, path)

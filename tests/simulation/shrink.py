@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.simulation.histories import History
+from tests.simulation.drawing import History
 
 MOST_TRIES = 400
 

@@ -101,6 +101,10 @@ class Path(PurePosixPath):
 
     lstat = stat
 
+    def is_symlink(self) -> bool:
+        world().touch("stat")
+        return False
+
     def read_bytes(self) -> bytes:
         world().touch("read")
         node = _get(self)
@@ -648,7 +652,7 @@ class Popen:
         world().touch("spawn")
         orders, answers = Pipe(), Pipe()
         module = words[2]
-        self._process = world().begin(
+        self.process = world().begin(
             "sender" if module.endswith("mlflow_sender") else "tidy",
             PROGRAMS[module],
             _0=PipeEnd(orders, writes=False),
@@ -659,18 +663,18 @@ class Popen:
             me.next_fd += 1
             me.files[me.next_fd] = end
         self.stdin, self.stdout = Text(mine[0]), Text(mine[1])
-        self.pid = self._process.pid
+        self.pid = self.process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.code
+        return self.process.code
 
     def poll(self) -> int | None:
-        return self._process.code
+        return self.process.code
 
     def wait(self, timeout: float | None = None) -> int | None:
-        world().wait(lambda: self._process.is_dead, timeout)
-        return self._process.code
+        world().wait(lambda: self.process.is_dead, timeout)
+        return self.process.code
 
     def communicate(self, text: str) -> tuple[str, str]:
         with suppress(OSError):

@@ -4,7 +4,8 @@ that once did not hold. The other half is test_more_histories.py's: two processe
 import pytest
 
 from tests.simulation.__main__ import explain, find_failure, play_seeds
-from tests.simulation.histories import KINDS, History, Start, Sweep, stage
+from tests.simulation.drawing import KINDS, History, Start, Sweep
+from tests.simulation.histories import stage
 from tests.simulation.world import Fault
 
 PORTION = 2_500  # histories of one test
@@ -71,6 +72,30 @@ ONCE_BROKEN = {
         seed=158,
         starts=(Start(key="", points=1, pause_s=0.0, keeps_every=1),),
         faults=(Fault("server", 3, "twice"),),
+        switch=0.0,
+    ),
+    "steps were there twice, where the log after a power cut had come further": History(
+        seed=2006454,
+        starts=(
+            Start(key="k", points=5, pause_s=3.0, keeps_every=1),
+            Start(key="k", points=6, pause_s=3.0, keeps_every=1, waits=False),
+            Start(key="k", points=1, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        faults=(
+            Fault("rename", 35, "kill"),
+            Fault("write", 22, "power"),
+            Fault("server", 22, "power"),
+        ),
+        switch=0.4,
+    ),
+    "a full disk kept a run from going on, and a sweep from elsewhere took its end": History(
+        seed=2045283,
+        starts=(
+            Start(key="other", points=1, pause_s=0.0, keeps_every=1),
+            Start(key="other", by="checkpoint", points=1, pause_s=0.0, keeps_every=1),
+        ),
+        sweeps=(Sweep(at_s=23.726634759806586, how="elsewhere"),),
+        faults=(Fault("any", 323, "full"),),
         switch=0.0,
     ),
     "a power cut took log and sent.json, and steps were there twice": History(

@@ -132,7 +132,8 @@ class World:
         self.undo: list[tuple[str, Node, str, Node | None]] = []  # parent, name, what was there
         self.synced = self.mono
         self.room = ROOM
-        self.away_until = 0.0
+        self.away_until = self.starved_until = 0.0
+        self.troubled_until = 0.0  # by the newest fault, and for as long as it lasts
         self.answer_fault = ""
         self.half: float | None = None  # share of the next write that is done before the kill
         self.after: list[Fault] = []
@@ -146,7 +147,7 @@ class World:
         """Begin a process. Its number may be that of one that is gone."""
         pid = next(
             p
-            for p in iter(lambda: self.drawn.randint(100, 160), None)
+            for p in iter(lambda: self.drawn.randint(100, 139), None)
             if p not in self.processes and self.mono - self.ended.get(p, 0.0) > AGAIN_S
         )
         process = Process(pid, kind, self.mono)
@@ -300,6 +301,8 @@ class World:
         self.mono += 0.0001
         if self.mono - self.synced > WRITEBACK_S:
             self.sync()
+        if self.mono < self.starved_until and me.process.kind == "sender":
+            self.kill(me.process)
         if not self.is_healthy and self.faults:
             for each in ("any", kind, me.process.kind):
                 count = self.counts[each] = self.counts.get(each, 0) + 1
@@ -322,6 +325,8 @@ class World:
 
     def _befall(self, fault: Fault, me: Task) -> None:
         self.met.append(fault)
+        lasts_s = 0.0 if fault.what == "clock" else fault.amount
+        self.troubled_until = max(self.troubled_until, self.mono + lasts_s)
         if fault.what == "kill":
             self.kill(me.process)
         elif fault.what == "kill after":
@@ -342,7 +347,9 @@ class World:
             self.room = ROOM
         elif fault.what == "away":
             self.away_until = self.mono + fault.amount
-        elif fault.what in ("lost", "twice"):
+        elif fault.what == "no memory":  # the kernel kills what sends, again and again
+            self.starved_until = self.mono + fault.amount
+        elif fault.what in ("dropped", "lost", "twice"):
             self.answer_fault = fault.what
         elif fault.what == "clock":
             self.offset += fault.amount

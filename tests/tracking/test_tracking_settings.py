@@ -1,5 +1,7 @@
 import os
+import stat
 import subprocess
+import tempfile
 from pathlib import Path
 
 import mlflow
@@ -11,6 +13,7 @@ from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import (
     TrackingError,
     TrackingSettings,
+    find_tracking_settings,
     read_tracking_settings,
 )
 from tests.conftest import PYTHON, ROOT
@@ -130,3 +133,27 @@ def test_an_environment_whose_folder_mlflow_cannot_read_is_refused_in_a_sentence
     )
     assert "MLflow opens no database where its own folder has a %" in done.stdout, done.stderr
     assert not list(tmp_path.glob("mlflow.db*"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has files of other users")
+def test_a_run_is_never_kept_in_a_folder_that_another_user_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it could be kept nowhere else it went to /tmp/headroom-UID, whoever had made that."""
+    tmp_path.chmod(0o1777)
+    theirs = tmp_path / f"headroom-{os.geteuid()}"
+    theirs.mkdir(mode=0o777)
+    os.chown(theirs, 54321, 54321)
+    (tmp_path / "file").touch()
+    (tmp_path / "mlflow.yaml").write_text("runs: file/runs\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = find_tracking_settings()
+    base = Path(found.settings.runs).parent
+    assert base.parent == tmp_path and base != theirs and str(base) in found.doubt
+    assert stat.S_IMODE(base.stat().st_mode) == 0o700 and not [*theirs.iterdir()]
+    os.rmdir(theirs)
+    found = find_tracking_settings()  # now it is ours, and so the same each time
+    assert Path(found.settings.runs).parent == theirs
+    assert stat.S_IMODE(theirs.stat().st_mode) == 0o700

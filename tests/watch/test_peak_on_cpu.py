@@ -15,6 +15,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from headroom.watch.kernel_memory import KernelMemory
 from headroom.watch.own_loop import OwnLoop
 
+# PyTorch 2.11 warns of its own default, once a process.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+
 MIB = 2**20
 STEPS = 4
 
