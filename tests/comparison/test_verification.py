@@ -93,7 +93,7 @@ def test_a_run_without_digests_is_compared_where_it_logged(tmp_path: Path) -> No
 
 def test_it_refuses_what_it_cannot_train_anew(tmp_path: Path) -> None:
     (tmp_path / "account").mkdir()
-    with pytest.raises(ConfigError, match="is no training of `flows.train`"):
+    with pytest.raises(ConfigError, match="it is no training of `flows.train`"):
         verification.verify_run(tmp_path / "account")
     run = train(tmp_path / "run")
     with pytest.raises(ConfigError, match="^--from: there is no checkpoint of step 4; "):
