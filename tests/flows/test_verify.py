@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flows.cli.verify_command import main
+from headroom.watch.step_metrics import Diverged
 from tests.comparison.recorded_runs import record_training
 from tests.run_folders import make_event, write_start
 
@@ -89,6 +90,14 @@ def test_rows_that_have_changed_are_refused(place: Path, say: Callable[..., str]
 def test_a_run_of_several_processes_is_refused(place: Path, say: Callable[..., str]) -> None:
     train(place, launch={"processes": "2"})
     assert "RUN: several processes trained it, " in say(2, "mine")
+
+
+def test_a_run_that_diverged_is_equal_up_to_there(place: Path, say: Callable[..., str]) -> None:
+    """It was told to have failed, with a traceback."""
+    with pytest.raises(Diverged):
+        train(place, optim={"name": "sgd", "lr": 900}, train={"deterministic": True})
+    write_start(place / ".headroom" / "runs" / "one", RUN_ID)
+    assert "mine: equal to the bit, " in say(0, "mine", "--from", "0")
 
 
 def test_without_checkpoints_it_is_trained_from_its_start(
