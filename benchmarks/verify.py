@@ -1,6 +1,7 @@
-"""Whether `headroom verify` is right: honest runs that must come out equal, and runs with one
-flipped bit, in the run itself or in the training anew, whose step, tensor and bit must be named.
-And what the digests of steps cost a training.
+"""Whether `headroom verify` is right: honest runs that must come out equal, a fifth of them long
+ones that were gone on with once; runs with one flipped bit, in the run itself or in the training
+anew, whose step, tensor and bit must be named; and runs with two flipped sign bits of one tensor,
+which must be found. And what the digests of steps cost a training.
 
 `python -m benchmarks.verify [RUNS]` prints the tables and keeps them in benchmarks/results.
 """
@@ -23,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.conditions import publish_whole
-from headroom.base.event_log import LOG, make_line
+from headroom.base.event_log import LOG, make_line, read_metric_batches
 from headroom.comparison.bit_differences import flip_bit
 from headroom.comparison.verification import Flip, verify_run
 from headroom.data.preparation import prepare_dataset
@@ -31,12 +32,20 @@ from headroom.device.detection import detect_best_device
 from headroom.settings.read_settings import dump_yaml
 from headroom.settings.run_config import RunConfig
 from headroom.training import trainer
+from headroom.training.loop import StopRequest
 from headroom.training.plan import make_plan
 from headroom.training.step_digests import StepDigests, name_tensors
 from headroom.training.train_state import TrainState
 
 RUNS = 100  # honest ones, and as many with a flipped bit
 STEPS = 30  # of each at most
+LONG_STEPS, LONG_EVERY = 110, 5  # each fifth honest run has so many and is interrupted once
+# A rate at which the last epoch is seldom the best.
+LONG: dict[str, Any] = {
+    "train": {"epochs": 5, "max_steps": LONG_STEPS, "log_every": 7},
+    "optim": {"lr": 0.03},
+}
+PAIRS = 10  # of the flipped ones have two flipped sign bits
 AT_ONCE = 1  # processes
 WAYS: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -120,7 +129,8 @@ def main(words: list[str]) -> None:
 
 def _measure(scratch: Path, runs: int) -> Iterator[str]:
     yield ""
-    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`."
+    yield f"- {len(WAYS)} ways to train, at most {STEPS} steps, `train.deterministic`; each "
+    yield f"  {LONG_EVERY}th honest run has {LONG_STEPS} steps and was gone on with once."
     yield f"- Processes at once: {AT_ONCE}; what digests cost is measured after them, each second "
     yield "  step with."
     yield "- named: step, tensor and bit are those that were planted (the element is not checked)."
@@ -132,11 +142,19 @@ def _measure(scratch: Path, runs: int) -> Iterator[str]:
         jobs = [(scratch, names[i % len(names)], i) for i in range(runs)]
         told = [*pool.map(_check_honest, *zip(*jobs, strict=True))]
         yield _make_row("honest runs that are equal", told)
+        long = [scratch / f"honest-{i}" for i in range(0, runs, LONG_EVERY)]
+        earlier = [folder for folder in long if _is_best_before_the_end(folder)]
+        yield f"| of these: long, gone on with once | {len(long)} | | |"
+        yield f"| of those: the best epoch is not the last | {len(earlier)} | | |"
         for place in ("in the run itself", "in the training anew"):
             is_in_run = place == "in the run itself"
-            jobs = [(scratch, names[i % len(names)], 1000 + i) for i in range(runs // 2)]
+            singles = (runs - PAIRS) // 2
+            jobs = [(scratch, names[i % len(names)], 1000 + i) for i in range(singles)]
             told = [*pool.map(partial(_plant, is_in_run=is_in_run), *zip(*jobs, strict=True))]
             yield _make_row(f"one flipped bit {place}, named", told)
+        jobs = [(scratch, names[i % len(names)], 2000 + i) for i in range(PAIRS)]
+        told = [*pool.map(_plant_pair, *zip(*jobs, strict=True))]
+        yield _make_row("two flipped sign bits of a weight in the run itself, named", told)
     yield ""
     yield from _measure_cost(scratch)
 
@@ -149,10 +167,52 @@ def _make_row(what: str, told: list[str]) -> str:
 def _check_honest(scratch: Path, way: str, seed: int) -> str:
     """Return what was wrong with a run that nobody touched; empty where it is equal."""
     folder = scratch / f"honest-{seed}"
-    _train(folder, WAYS[way], seed=seed)
+    if seed % LONG_EVERY:
+        _train(folder, WAYS[way], seed=seed)
+    else:
+        own = WAYS[way]
+        chosen = {k: {**LONG.get(k, {}), **own.get(k, {})} for k in {*LONG, *own}}
+        chosen["train"] = {**own.get("train", {}), **LONG["train"]}
+        stops_at = random.Random(seed).randrange(20, LONG_STEPS - 20)
+        _train(folder, chosen, seed=seed, stops_at=stops_at)
+        _train(folder, chosen, seed=seed, resumes=True)
     found = verify_run(folder, begin=0 if seed % 2 else None)  # or from its newest checkpoint
     if found.difference is not None or not found.digest_steps:
         return f"{way}, seed {seed}: {found.difference}"
+    return ""
+
+
+def _is_best_before_the_end(folder: Path) -> bool:
+    losses: dict[int, float] = {}
+    with open(folder / LOG, "rb") as lines:
+        for batch, _ in read_metric_batches(lines, 0):
+            for name, value, _, step in batch:
+                if name == "val/loss":
+                    losses.setdefault(step, value)  # the end tells the best once more
+    return min(losses, key=lambda step: losses[step]) < max(losses)
+
+
+def _plant_pair(scratch: Path, way: str, seed: int) -> str:
+    """Return what was wrong; empty where two flipped sign bits of one weight were found there."""
+    folder = scratch / f"pair-{seed}"
+    drawn = random.Random(seed)
+    planted = drawn.randrange(3, 12)
+    chosen: list[str] = []
+
+    def plant(state: TrainState, step: int, loss: Tensor) -> None:
+        if step != planted:
+            return
+        named = name_tensors(state, loss)
+        large = [n for n in named if n.startswith("weight/") and named[n].numel() > 8]
+        chosen.append(drawn.choice(large))
+        tensor = named[chosen[0]]
+        for element in drawn.sample(range(1, tensor.numel(), 2), 2):  # at the ends of their words
+            flip_bit(named, chosen[0], element, 8 * tensor.element_size() - 1)
+
+    _train(folder, WAYS[way], seed=seed, plant=plant)
+    first = verify_run(folder, begin=0).difference
+    if first is None or (first.step, first.tensor) != (planted, chosen[0]):
+        return f"{way}, step {planted}, {chosen[0]}: {first}"
     return ""
 
 
@@ -196,8 +256,18 @@ def _plant(scratch: Path, way: str, seed: int, *, is_in_run: bool) -> str:
     return ""
 
 
-def _train(folder: Path, way: dict[str, Any], *, seed: int, plant: Any = None) -> None:
-    """Train a run as the command keeps it, as far as verify reads it."""
+def _train(
+    folder: Path,
+    way: dict[str, Any],
+    *,
+    seed: int,
+    plant: Any = None,
+    stops_at: int = 0,
+    resumes: bool = False,
+) -> None:
+    """Train a run as the command keeps it, as far as verify reads it; stops_at: only so far, and
+    resumes: from there on."""
+    reached = 0
     train = {"epochs": 2, "max_steps": STEPS, "log_every": 4, **way.get("train", {})}
     train |= {"deterministic": True, "seed": seed}
     sections = {**way, "train": train, "device": {"name": "cpu"}}
@@ -213,12 +283,19 @@ def _train(folder: Path, way: dict[str, Any], *, seed: int, plant: Any = None) -
         plant(state, step, loss)
         digests.end_step(state, step, loss)
 
+    def check_stop() -> StopRequest | None:
+        nonlocal reached
+        reached += 1
+        return StopRequest("interrupted") if reached == stops_at else None
+
     with open(folder / LOG, "ab", buffering=0) as log:
         try:
             trainer.train(
                 make_plan(config, detect_best_device("cpu"), data),
                 folder=folder,
                 log=lambda metrics, step: _write(log, metrics, step),
+                resumes=resumes,
+                check_stop=check_stop,
                 end_step=end_step if plant else None,
             )
         finally:

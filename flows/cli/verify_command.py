@@ -86,7 +86,10 @@ def _find_run(word: str | None, runs: Path) -> KnownRun:
         ids = ", ".join(run.run_id[:8] for run in matches)
         raise TrackingError(f"RUN: {shown} is {len(matches)} runs; name one by its id: {ids}")
     if not matches:
-        raise TrackingError(f"RUN: no run is called {shown}; `python -m flows.runs` shows them")
+        raise TrackingError(
+            f"RUN: no run here is called {shown}; `python -m flows.runs` shows them. Its folder is "
+            "needed, so it is verified on the machine that trained it"
+        )
     return matches[0]
 
 

@@ -75,8 +75,9 @@ def read_recorded(folder: Path) -> Recorded:
     ours, or where there is nothing to compare with."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"RUN: {folder.name} is no training of `flows.train`, or has not begun: the loop of an "
-            "account or of a framework is not known here, so it can't be trained anew"
+            f"RUN: {folder.name} has no config.yaml, so it can't be trained anew: it is no "
+            "training of `flows.train`, has not begun, or its files are elsewhere. The loop of an "
+            "account or of a framework is not known here"
         )
     kept = tuple(sorted(list_steps(folder / CHECKPOINTS)))
     log = folder / LOG
@@ -202,7 +203,7 @@ def _copy_checkpoint(source: Path, step: int, target: Path) -> None:
 def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
     """Yield this run from that step on, ready to be trained anew with the threads of then on a
     device that nobody else has for so long. Raises ConfigError where that can't be done."""
-    config = restore_config_secrets(resolve_config(str(recorded.folder / "config.yaml"), {}))
+    config = restore_config_secrets(_read_config(recorded.folder / "config.yaml"))
     config = override_config(config, {"train.end": None, "memory.snapshot": False})
     _refuse_other_settings(recorded, begin, config)
     check_imports(config)
@@ -233,6 +234,16 @@ def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
         torch.set_num_threads(threads)
         leases.close()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read_config(file: Path) -> RunConfig:
+    try:
+        return resolve_config(str(file), {})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; these are the run's own settings, of another version of Headroom perhaps: "
+            "verify it with that one"
+        ) from None
 
 
 def _show_waiting(reason: str) -> None:

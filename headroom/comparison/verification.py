@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 
 from torch import Tensor
@@ -30,6 +30,7 @@ from headroom.training.checkpoint_files import DamagedCheckpoint, flatten_state,
 from headroom.training.kept_steps import CHECKPOINTS
 from headroom.training.step_digests import compute_digest, name_tensors
 from headroom.training.train_state import TrainState
+from headroom.watch.step_metrics import Diverged
 
 STEPS = 1000  # of a window, where nobody says how many
 STATE = ("model", "optimizer", "scaler")  # of a checkpoint
@@ -164,6 +165,14 @@ class Comparer:
                 self.difference = Difference(step, name, what)
                 raise WindowDone
 
+    def diverge(self, message: str) -> None:
+        """Compare that the loss is no number any more with what the run has logged from there on:
+        one that did the same has no loss there, though it may have noticed some steps later."""
+        logged = self.recorded.logged.items()
+        known = [at for (name, at), loss in logged if name == "train/loss" and isfinite(loss)]
+        if self.difference is None and max(known, default=0) >= self.step:
+            self.difference = Difference(self.step, "train/loss", f"only here: {message}")
+
 
 def _flip(state: TrainState, loss: Tensor, flip: Flip) -> Tensor:
     """Flip a bit of the training's own tensors; return its loss, which is a copy."""
@@ -180,7 +189,11 @@ def _compare(again: Retraining, end: int, comparer: Comparer) -> Verification:
     """Return what comes out of training anew."""
     recorded = again.recorded
     has_state = end in recorded.kept
-    folder = again.train(end, end_step=comparer.end_step, log=comparer.log, keeps=has_state)
+    folder = None
+    try:
+        folder = again.train(end, end_step=comparer.end_step, log=comparer.log, keeps=has_state)
+    except Diverged as error:
+        comparer.diverge(str(error))
     found = Verification(
         begin=again.begin,
         end=comparer.step,
@@ -190,7 +203,7 @@ def _compare(again: Retraining, end: int, comparer: Comparer) -> Verification:
         difference=comparer.difference,
         other_digests=recorded.digests.others,
     )
-    if not has_state or found.difference is not None or found.end != end:
+    if folder is None or not has_state or found.difference is not None or found.end != end:
         return found
     count, difference = _compare_states(recorded.folder, folder, end)
     return replace(found, state_step=end, state_tensors=count, difference=difference)

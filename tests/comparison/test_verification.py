@@ -91,9 +91,17 @@ def test_a_run_without_digests_is_compared_where_it_logged(tmp_path: Path) -> No
     assert first.why == verification.AS_RECORDED
 
 
+def test_a_flip_that_makes_it_diverge_is_a_difference(tmp_path: Path) -> None:
+    """Without digests it was no answer, but a failure."""
+    run = train(tmp_path / "run", deterministic=False)
+    largest = verification.Flip(4, "weight/4.bias", 0, 30)  # the highest bit of its exponent
+    first = verification.verify_run(run, begin=0, flip=largest).difference
+    assert first is not None and first.why == verification.AS_RECORDED
+
+
 def test_it_refuses_what_it_cannot_train_anew(tmp_path: Path) -> None:
     (tmp_path / "account").mkdir()
-    with pytest.raises(ConfigError, match="is no training of `flows.train`"):
+    with pytest.raises(ConfigError, match="it is no training of `flows.train`"):
         verification.verify_run(tmp_path / "account")
     run = train(tmp_path / "run")
     with pytest.raises(ConfigError, match="^--from: there is no checkpoint of step 4; "):
