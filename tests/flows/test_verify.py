@@ -1,10 +1,10 @@
 """What `flows.verify` answers, with its exit code; of runs that are not as they were, one line."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -131,7 +131,7 @@ def test_an_interrupt_leaves_the_run_and_nothing_else(
     before = {file: sha256(file.read_bytes()).digest() for file in _list_files(folder)}
     process: subprocess.Popen[str] = desk("mine", module="flows.verify", TMPDIR=str(scratch))
     while process.poll() is None and not [*scratch.glob("headroom-verify-*")]:
-        os.sched_yield()
+        time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "Traceback" not in err, err
