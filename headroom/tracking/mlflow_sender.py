@@ -63,6 +63,8 @@ with pause_collection():
     from headroom.watch import host_memory
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
+# The pipe of a process that is killed ends before the kernel has let go of all of its locks.
+LET_GO_S = (0.1, 0.5, 2.0)
 
 
 class Session:
@@ -321,7 +323,10 @@ class Session:
             killed = host_memory.describe_kills_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
             try:
-                orphaned_runs.send_rest(self.sender, dead=dead)
+                for pause_s in LET_GO_S:
+                    if orphaned_runs.send_rest(self.sender, dead=dead):
+                        break
+                    time.sleep(pause_s)
             except Exception as error:  # of any store
                 said = f"left behind, and not sent: {redact(str(error))}"
                 print(f"{self.sender.folder.name}: {said}", file=sys.stderr)
