@@ -37,6 +37,8 @@ def database() -> Iterator[Postgres]:
         yield made
 
 
+# Each run's folder has a name of its own there: by it MLflow is asked for a run, where its sending
+# process may have died.
 def _where(tmp_path: Path, uri: str, **more: object) -> TrackingSettings:
     places = {"artifacts": str(tmp_path / "artifacts"), "runs": str(tmp_path / "runs")}
     # Who stays to send would send it in the test's place.
@@ -64,7 +66,7 @@ def _log(journal: Journal, steps: range) -> None:
 
 def test_what_is_sent_twice_is_there_once(database: Postgres, tmp_path: Path) -> None:
     where = _where(tmp_path, database.uri)
-    folder = tmp_path / "runs" / "one"
+    folder = tmp_path / "runs" / "twice"
     with Journal(where, folder) as journal:
         journal.open("twice")
         journal.create(name="n", params={"optim.lr": 0.1}, tags={})
@@ -127,7 +129,7 @@ def test_a_database_that_is_killed_in_mid_run_costs_nothing(
     database: Postgres, tmp_path: Path
 ) -> None:
     where = _where(tmp_path, database.uri, experiment="killed", give_up_s=1)
-    folder = tmp_path / "runs" / "one"
+    folder = tmp_path / "runs" / "killed"
     with Journal(where, folder) as journal:
         journal.open(None)
         journal.create(name="n", params={}, tags={})
