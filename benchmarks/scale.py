@@ -30,6 +30,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 from sqlalchemy import create_engine, text
@@ -324,7 +325,8 @@ def measure_train(store: str, count: int, kept: Path | None) -> Iterator[str]:
 def measure_prefect(store: str, count: int, kept: Path | None) -> Iterator[str]:
     """Whether a training starts later with so many flow runs in Prefect's database."""
     with open_place(store, kept, "flow-runs") as place, open_place(store, kept, "none") as empty:
-        with share_server(place.folder / "prefect") as api:
+        home = place.folder / "prefect"
+        with patch.dict(os.environ, {"PREFECT_HOME": str(home)}), share_server(home) as api:
             before = measure_prefect_bytes(place)
             flow = call_api("POST", f"{api}/flows/", {"name": "train"})["id"]
             state = {"type": "COMPLETED", "name": "Completed"}
