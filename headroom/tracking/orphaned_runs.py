@@ -510,7 +510,7 @@ def _describe_run(sender: Sender) -> dict[str, str]:
             sender.client.get_run(known_id) if known_id else find_run(sender.client, sender.folder)
         )
         name, run_id, tags = run.info.run_name, run.info.run_id, run.data.tags
-        if tags.get("host") != socket.gethostname() or is_run_alive(tags):
+        if not _is_dead_here(run):
             raise NotOurs(run_id)
     return {"name": name, "run_id": run_id, "flow_run": tags.get("prefect.flow_run_id", "")}
 
