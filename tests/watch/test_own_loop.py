@@ -345,19 +345,23 @@ def test_what_is_before_an_optimizer_is_its_steps_where_no_pass_was_seen(is_whol
     loop = OwnLoop("cpu", log=_log_nothing)
     loop.watch(net, optimizer)
     x, y = torch.randn(32, 16), torch.zeros(32, dtype=torch.long)
+    after_ms = 0.0
     for _ in range(12):
         out = net(x) if is_whole else net[1:](net[0](x))
         nn.functional.cross_entropy(out, y).backward()
-        time.sleep(0.004)
+        time.sleep(0.02)
         optimizer.step()
-        time.sleep(0.004)
+        began_s = time.perf_counter()
+        time.sleep(0.02)
+        after_ms += 1000 * (time.perf_counter() - began_s) / 12
     loop.close()
     found = loop.summarize()
     assert loop.done == 12
     if is_whole:
-        assert 4 < found["time/between_ms"] < 8 < found["time/other_ms"] + found["time/between_ms"]
+        assert found["time/other_ms"] >= 20
+        assert 20 <= found["time/between_ms"] < after_ms + 20
     else:
-        assert "time/between_ms" not in found and found["time/other_ms"] > 8
+        assert "time/between_ms" not in found and found["time/other_ms"] >= 40
 
 
 def test_rows_that_nobody_counted_are_absent_from_the_speed() -> None:
@@ -811,7 +815,7 @@ def test_an_optimizer_without_groups_has_no_rate() -> None:
     assert not [line for line, _ in lines if "train/lr" in line]
 
 
-@pytest.mark.parametrize("share", [0.01, float("inf")])
+@pytest.mark.parametrize("share", [0.0, float("inf")])
 def test_a_step_is_counted_where_that_is_little_of_the_training(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -843,14 +847,16 @@ def test_a_counted_step_is_no_part_of_the_speed(monkeypatch: pytest.MonkeyPatch)
     loop = OwnLoop("cpu", log=lines.extend)
     loop._metrics.read_every_s = 0.0
     loop.watch(net, optimizer)
+    began_s = time.perf_counter()
     for _ in range(20):
         net(torch.randn(8, 16)).mean().backward()
         time.sleep(0.002)
         optimizer.step()
     loop.close()
+    took_s = time.perf_counter() - began_s
     found = loop.summarize()
     assert found["time/counted_step_s"] >= 0.3
-    assert found["time/steps_s"] < 0.3
+    assert found["time/steps_s"] <= took_s - found["time/counted_step_s"]
     plain = 19 / (found["time/first_step_s"] + found["time/steps_s"])
     assert found["speed/steps_per_s"] == pytest.approx(plain)
     assert abs(found["time/unaccounted_pct"]) < 50
