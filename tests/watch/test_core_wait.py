@@ -62,14 +62,14 @@ def test_others_take_cores_and_own_helpers_do_not_count_as_others(one_core: None
     finally:
         helper.kill()
         helper.wait()
-    assert own.own_pct > 0.8 * had_pct
+    assert own.own_pct > 0.8 * had_pct - 2  # of which little is left on a busy machine
     assert own.others_pct < 105 - had_pct
     stranger, _ = _stranger(BURN)
     try:
         foreign, had_pct = _compare(stranger)
     finally:
         stranger.kill()
-    assert foreign.others_pct > 0.8 * had_pct
+    assert foreign.others_pct > 0.8 * had_pct - 2
     assert foreign.own_pct < 0.5 * had_pct
 
 
@@ -80,7 +80,7 @@ def test_a_server_here_that_the_run_talks_to_works_for_it(one_core: None) -> Non
             found, had_pct = _compare(server)
     finally:
         server.kill()
-    assert found.own_pct > 0.8 * had_pct
+    assert found.own_pct > 0.8 * had_pct - 2
 
 
 def test_many_threads_that_wait_for_each_other_come_to_no_more_than_all(one_core: None) -> None:
