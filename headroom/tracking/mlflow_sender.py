@@ -136,6 +136,7 @@ class Session:
         assert self.client is not None
         try:
             self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
+            self.client.set_tag(run_id, "end.reason", orphaned_runs.TAKEN_BACK)
             self.client.delete_run(run_id)
         except MlflowException:
             if self.client.get_run(run_id).info.lifecycle_stage != "deleted":
