@@ -583,17 +583,14 @@ def stage() -> Iterator[None]:
         make_markdown=lambda run, open_command: "",
         load_plotting=lambda: None,
     )
-    same = {"redact": lambda text: text, "redact_nested": lambda content: content}
     more: dict[Any, dict[str, Any]] = {
         recording: {
             "signals": quiet_signals,
             "Alerts": _Quiet,
             "Messenger": _Quiet,
             "make_device_json": lambda device: "{}",
-            "redact_nested": same["redact_nested"],
         },
         journal: {
-            "redact": same["redact"],
             "copy_context": lambda: SimpleNamespace(run=lambda call, *args: call(*args)),
             "host_memory": SimpleNamespace(
                 count_kills=lambda: None, describe_kills_since=lambda kills: ""
