@@ -192,10 +192,9 @@ def begin_run(
     MLflow no run.
     """
     run = _read_known_run(client, run_id) if run_id else None
-    if run is None and not _is_new(folder):  # whoever made it may have died then
-        with suppress(ValueError):
-            run = find_run(client, folder)
     if run is None or _is_taken_back(run):
+        run = None if _is_new(folder) else _find_run(client, folder)  # its maker may have died then
+    if run is None:
         return _create_run(client, chosen, folder, experiment_id)
     if run.info.lifecycle_stage == "deleted":
         raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
@@ -286,18 +285,22 @@ def find_run(client: MlflowClient, folder: Path) -> Run:
     MLflow is asked: sent.json may be damaged, or of another run. Raises ValueError where
     there is none.
     """
+    run = _find_run(client, folder)
+    if run is None:
+        raise ValueError("MLflow has no run of this journal")
+    return run
+
+
+def _find_run(client: MlflowClient, folder: Path) -> Run | None:
     said = _read_sent_state(folder)
     if said is not None and said.run_id:
         with suppress(MlflowException):
             run = client.get_run(said.run_id)
-            if run.data.tags.get("journal") == folder.name:
+            if run.data.tags.get("journal") == folder.name and not _is_taken_back(run):
                 return run
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     name = folder.name.replace("'", "")
-    runs = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
-    if not runs:
-        raise ValueError("MLflow has no run of this journal")
-    return runs[0]
+    return next(iter(client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)), None)
 
 
 def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:
