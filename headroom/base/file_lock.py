@@ -17,7 +17,7 @@ from typing import Self
 
 # No link, and no waiting for the other end of a pipe.
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1  # on average twice as long as until the next try
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # on average twice as long as until the next try
 _open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
