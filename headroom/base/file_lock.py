@@ -17,6 +17,7 @@ from typing import Self
 
 # No link, and no waiting for the other end of a pipe.
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.02  # on average twice as long as until the next try
 _open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -45,11 +46,13 @@ class FileLock:
     def take(self, text: str = "") -> bool:
         """Take the lock if it is free and write `text` into the file; return whether this
         object holds it now."""
+        pause_s = FIRST_PAUSE_S
         while not self._try_lock(LOCK_EX):
             if not self._try_lock(LOCK_SH):
                 return False
             flock(self._file, LOCK_UN)  # nobody has it: somebody shares it for an instant
-            time.sleep(0.001 * random.random())
+            time.sleep(pause_s * random.random())
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)  # who shares it may be stopped meanwhile
         _open_locks.add(self)
         self.write(text)
         return True

@@ -136,6 +136,7 @@ class Session:
         assert self.client is not None
         try:
             self.client.set_terminated(run_id, "KILLED")  # nobody looks for its process then
+            self.client.set_tag(run_id, "end.reason", orphaned_runs.TAKEN_BACK)
             self.client.delete_run(run_id)
         except MlflowException:
             if self.client.get_run(run_id).info.lifecycle_stage != "deleted":
@@ -296,7 +297,9 @@ class Session:
         """End the run, trying again until `give_up_s` have passed; return the answer to that."""
         if self.sender is None:
             self.answer({"to": "begin", **self.begin(is_over=True)})
-            if not self.wake.get("end") and not read_end(Path(self.wake["folder"])):
+            # Who has gone on with the run meanwhile may have told another end, or none yet.
+            run = read_end(Path(self.wake["folder"])) or self.wake.get("end", {})
+            if not run:
                 raise RunGone("another process goes on with the run, and tells MLflow of all of it")
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})

@@ -67,6 +67,7 @@ from headroom.tracking.tracking_settings import TrackingSettings
 DEAD = "its process was gone"
 LOOK_AGAIN_S = (0.5, 2.0, 8.0)  # after a look that failed
 DOUBLE = "a request that was asked again had made it, beside the run of its folder"
+TAKEN_BACK = "another run was gone on with in its place"
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,8 @@ def begin_run(
     MLflow no run.
     """
     run = _read_known_run(client, run_id) if run_id else None
-    if run is None and not _is_new(folder):  # whoever made it may have died then
-        with suppress(ValueError):
-            run = find_run(client, folder)
+    if run is None or _is_taken_back(run):
+        run = None if _is_new(folder) else _find_run(client, folder)  # its maker may have died then
     if run is None:
         return _create_run(client, chosen, folder, experiment_id)
     if run.info.lifecycle_stage == "deleted":
@@ -203,14 +203,14 @@ def begin_run(
     if begin is None:
         if run.info.status != "RUNNING" and is_going_on(folder):  # it was to be taken back
             client.update_run(run.info.run_id, status="RUNNING")
+            if "end.reason" in run.data.tags:
+                client.delete_tag(run.info.run_id, "end.reason")
             state.closed = False
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
     _refuse_living(run, tags)
     if claim := begin.get("claim"):
-        marks = _read_marks(folder)  # the log may have lost a later begin, with the newest of them
-        known = claim["marks"][-1] in marks
-        claim_run(client, run, marks=marks if known else claim["marks"], by=claim["by"])
+        claim_run(client, run, marks=_read_marks(folder), by=claim["by"])
     how = {"state": state, "folder": folder, "tags": tags, "begun": begin["begun"]}
     sender = reopen_run(client, chosen, **how)
     sender.tell_params(begin.get("params", {}))
@@ -225,6 +225,13 @@ def _is_new(folder: Path) -> bool:
     if begin is None or "claim" in begin or (folder / SENT).exists():
         return False
     return is_going_on(folder)
+
+
+def _is_taken_back(run: Run) -> bool:
+    """Return whether the run was deleted by who had begun it, and not by a person. Its folder is
+    still there where that process was killed before it was removed, or goes on with it."""
+    is_deleted = run.info.lifecycle_stage == "deleted"
+    return is_deleted and run.data.tags.get("end.reason") == TAKEN_BACK
 
 
 def _create_run(
@@ -278,18 +285,22 @@ def find_run(client: MlflowClient, folder: Path) -> Run:
     MLflow is asked: sent.json may be damaged, or of another run. Raises ValueError where
     there is none.
     """
+    run = _find_run(client, folder)
+    if run is None:
+        raise ValueError("MLflow has no run of this journal")
+    return run
+
+
+def _find_run(client: MlflowClient, folder: Path) -> Run | None:
     said = _read_sent_state(folder)
     if said is not None and said.run_id:
         with suppress(MlflowException):
             run = client.get_run(said.run_id)
-            if run.data.tags.get("journal") == folder.name:
+            if run.data.tags.get("journal") == folder.name and not _is_taken_back(run):
                 return run
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     name = folder.name.replace("'", "")
-    runs = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
-    if not runs:
-        raise ValueError("MLflow has no run of this journal")
-    return runs[0]
+    return next(iter(client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)), None)
 
 
 def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:
@@ -491,9 +502,13 @@ def _is_other_copy(folder: Path, run: Run) -> bool:
 
 
 def _read_marks(folder: Path) -> list[str]:
-    """Return the marks of the times that this folder went on, the newest last."""
-    marks: list[str] = read_json(folder / START).get("marks", [])
-    return marks
+    """Return the marks of the times that this folder went on, the newest last, by start.json and by
+    the log: a power cut may have taken the newest from either."""
+    kept: list[str] = read_json(folder / START).get("marks", [])
+    claims = [content.get("claim", {}) for content, _ in read_begins(folder / LOG, 0)]
+    logged = [mark for claim in claims for mark in claim.get("marks", ())]
+    later = logged if logged and logged[-1] not in kept else kept
+    return [mark for mark in [*logged, *kept] if mark not in later] + later
 
 
 def _describe_run(sender: Sender) -> dict[str, str]:

@@ -447,6 +447,22 @@ class Play:
         ways = {sweep.how for sweep in self.history.sweeps}
         return is_double and run.status == "KILLED" and "elsewhere" in ways
 
+    def _is_unmarked(self, run: Any) -> bool:
+        """Return whether a power cut has lost the mark by which its folder had gone on with it, on
+        a disk that says that it has written what it has not: the folder is then taken for another
+        copy. Tidy says so, and what trains there stays in the folder."""
+        if not self.history.lies or "power" not in {fault.what for fault in self.world.met}:
+            return False
+        with played_in(self.world):
+            marks = orphaned_runs._read_marks(Path(RUNS, run.tags.get("journal", "")))
+        told = any(f"({run.run_id})" in code and "another copy" in code for code in self.codes)
+        return told and bool(run_sender.find_other_copy(run.describe(), marks))
+
+    def _read_log(self, name: str) -> dict[tuple[str, int], float]:
+        with played_in(self.world):
+            series = event_log.read_series(Path(RUNS, name, event_log.LOG))
+        return {(key, int(step)): v for key, points in series.items() for step, v, _ in points}
+
     def _judge(self) -> None:
         truth, wrong = self.truth, []
         for run in self.server.runs.values():
@@ -458,7 +474,9 @@ class Play:
             is_stray |= self._is_ended_double(run)
             if name in truth.given_up and {f.what for f in self.world.met} <= HARMLESS:
                 wrong.append(f"{run.run_id} of {name} was taken back and is there")
-            if run.status == "RUNNING":
+            if self._is_unmarked(run):
+                pass
+            elif run.status == "RUNNING":
                 wrong.append(f"{run.run_id} of {name} says RUNNING")
             elif not is_stray and run.status not in truth.ends.get(name, {"KILLED"}):
                 wrong.append(
@@ -483,6 +501,8 @@ class Play:
             if len(runs) > 1 and not befell >= {"twice", "power"}:
                 wrong.append(f"{name} has the runs {[run.run_id for run in runs]}")
             there = {(key, step): v for run in runs for key, v, _, step in run.points}
+            if any(map(self._is_unmarked, runs)):
+                there |= self._read_log(name)
             lost = [at for at, v in points.items() if there.get(at) != v]
             if lost:
                 wrong.append(f"{name} lacks {len(lost)} of {len(points)}: {sorted(lost)[:4]}")
@@ -583,17 +603,14 @@ def stage() -> Iterator[None]:
         make_markdown=lambda run, open_command: "",
         load_plotting=lambda: None,
     )
-    same = {"redact": lambda text: text, "redact_nested": lambda content: content}
     more: dict[Any, dict[str, Any]] = {
         recording: {
             "signals": quiet_signals,
             "Alerts": _Quiet,
             "Messenger": _Quiet,
             "make_device_json": lambda device: "{}",
-            "redact_nested": same["redact_nested"],
         },
         journal: {
-            "redact": same["redact"],
             "copy_context": lambda: SimpleNamespace(run=lambda call, *args: call(*args)),
             "host_memory": SimpleNamespace(
                 count_kills=lambda: None, describe_kills_since=lambda kills: ""

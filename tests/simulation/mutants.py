@@ -142,8 +142,9 @@ MUTANTS = (
     Mutant(
         "a run is begun without a look at MLflow",
         "headroom.tracking.orphaned_runs:begin_run",
-        "    if run is None and not _is_new(folder):  # whoever made it may have died then\n",
-        "    if False:\n",
+        "        run = None if _is_new(folder) else _find_run(client, folder)"
+        "  # its maker may have died then\n",
+        "        run = None\n",
         "one training is two runs, where an answer was lost",
     ),
     Mutant(

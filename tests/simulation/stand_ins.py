@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import lru_cache
 from pathlib import PurePosixPath
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,6 +81,8 @@ class Path(PurePosixPath):
     """The part of pathlib.Path that the record uses."""
 
     __slots__ = ()
+    # The same few names, again and again: to join them costs a tenth of a history.
+    __truediv__ = lru_cache(maxsize=4096)(PurePosixPath.__truediv__)  # type: ignore[assignment]
 
     def exists(self) -> bool:
         world().touch("stat")
@@ -659,6 +662,7 @@ class Popen:
             _1=PipeEnd(answers, writes=True),
         )
         me, mine = _me(), (PipeEnd(orders, writes=True), PipeEnd(answers, writes=False))
+        self._parent = me
         for end in mine:
             me.next_fd += 1
             me.files[me.next_fd] = end
@@ -688,6 +692,8 @@ class Popen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._parent.is_dead:  # what it has left is collected in anybody's turn
+            return
         self.stdout.close()
         self.stdin.close()
         self.wait()
@@ -782,6 +788,10 @@ STAND_INS: dict[str, Any] = {
     "select": select,
     "sys": sys,
     "shutil": shutil,
+    # No secrets are told of, and whose process it is does not matter: to look costs a tenth.
+    "redact": lambda text: text,
+    "redact_nested": lambda content: content,
+    "getpass": SimpleNamespace(getuser=lambda: "root"),
 }
 
 

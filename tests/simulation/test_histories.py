@@ -195,6 +195,56 @@ ONCE_BROKEN = {
         faults=(Fault("server", 10, "kill all"),),
         switch=0.4,
     ),
+    "a disk that lies lost a folder's newest mark, which the log and MLflow had": History(
+        seed=3033909,
+        starts=(
+            Start(points=6, pause_s=0.0, keeps_every=1),
+            Start(by="checkpoint", points=6, pause_s=3.0, keeps_every=1, waits=False),
+            Start(points=1, pause_s=0.0, keeps_every=1),
+        ),
+        faults=(Fault("server", 28, "power"), Fault("server", 29, "away", 40.0)),
+        lies=True,
+        switch=0.4,
+    ),
+    "who took a run back was killed, and the run of its folder was gone on with": History(
+        seed=4005190,
+        starts=(
+            Start(points=1, pause_s=12.0, keeps_every=1, waits=False),
+            Start(by="late", points=1, pause_s=0.0, keeps_every=1),
+            Start(points=6, pause_s=0.0, keeps_every=1),
+        ),
+        faults=(Fault("server", 25, "lost"), Fault("rename", 28, "kill after")),
+        switch=0.0,
+    ),
+    "in place of a run that was taken back another was made, and then one more": History(
+        seed=4213706,
+        starts=(
+            Start(points=1, pause_s=0.0, keeps_every=1),
+            Start(by="late", points=1, pause_s=0.0, keeps_every=1),
+            Start(points=1, pause_s=0.0, keeps_every=1, ends="fails", waits=False),
+        ),
+        faults=(Fault("rename", 27, "kill after"),),
+        switch=0.0,
+        resumes_at_last=True,
+    ),
+    "who was late told the end that it knew, of a run that was gone on with since": History(
+        seed=4106379,
+        starts=(
+            Start(points=1, pause_s=0.0, keeps_every=1, ends="fails", waits=False, asks=60),
+            Start(points=1, pause_s=0.0, keeps_every=1, waits=False, asks=60),
+        ),
+        faults=(Fault("server", 2, "away", 0.5), Fault("sender", 36, "pause", 20.0)),
+        switch=0.0,
+    ),
+    "who was stopped while it shared a lock was waited for a thousand times a second": History(
+        seed=4209349,
+        starts=(
+            Start(points=1, pause_s=0.5, keeps_every=1, ends="left"),
+            Start(after_s=0.055546129175730374, points=1, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        faults=(Fault("any", 148, "pause", 20.0),),
+        switch=0.0,
+    ),
 }
 
 

@@ -120,6 +120,7 @@ class World:
         self.faults: dict[tuple[str, int], list[Fault]] = {}
         for fault in faults:
             self.faults.setdefault((fault.at, fault.nth), []).append(fault)
+        self.counted = {at for at, _ in self.faults}  # the other kinds of calls need no number
         self.met: list[Fault] = []
         self.is_healthy = False  # no more faults
         self.processes: dict[int, Process] = {}
@@ -303,8 +304,10 @@ class World:
             self.sync()
         if self.mono < self.starved_until and me.process.kind == "sender":
             self.kill(me.process)
-        if not self.is_healthy and self.faults:
+        if self.counted and not self.is_healthy:
             for each in ("any", kind, me.process.kind):
+                if each not in self.counted:
+                    continue
                 count = self.counts[each] = self.counts.get(each, 0) + 1
                 for fault in self.faults.get((each, count), ()):
                     self._befall(fault, me)

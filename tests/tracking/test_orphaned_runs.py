@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from headroom.models import builtin, predictor
 from headroom.run.known_runs import list_known_runs
 from headroom.tracking import orphaned_runs, run_sender
-from headroom.tracking.journal import Journal
+from headroom.tracking.journal import Journal, RunGone
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.tracking_settings import TrackingSettings
 from tests.run_folders import (
@@ -43,7 +43,7 @@ END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {
 UNLUCKY = """
 import json, sqlite3, sys
 from pathlib import Path
-from headroom.tracking.journal import Journal
+from headroom.tracking.journal import Journal, RunGone
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "unlucky") as journal:
@@ -195,6 +195,41 @@ def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> 
     assert send_left(client, where) == send_left(client, where, does=False) == []
     assert (folder / LOG).read_bytes() == before
     assert client.get_run(run_id).info.status == "RUNNING"
+
+
+def test_of_a_run_that_was_taken_back_another_is_made(where: TrackingSettings) -> None:
+    """Who took it back was killed before its folder was gone, and what trained there next was told
+    to a deleted run. One that a person deleted stays deleted."""
+    client, _ = open_experiment(where)
+    folder = _begun(where)
+    ids = []
+    for reason in (orphaned_runs.TAKEN_BACK, "a person's"):
+        run_id = ids[-1] if ids else ""
+        ids.append(orphaned_runs.begin_run(client, where, folder, run_id=run_id).state.run_id)
+        client.set_tag(ids[-1], "end.reason", reason)
+        client.delete_run(ids[-1])
+    assert ids[0] != ids[1]
+    for run_id in ids:  # whichever the folder names
+        with pytest.raises(RunGone, match=f"its run {ids[1]} was deleted"):
+            orphaned_runs.begin_run(client, where, folder, run_id=run_id)
+
+
+def test_a_folder_knows_its_marks_by_its_log_too(where: TrackingSettings) -> None:
+    """A power cut took start.json's newest, and MLflow had it as another copy's."""
+    client, _ = open_experiment(where)
+    folder = _begun(where)
+    run_id = orphaned_runs.begin_run(client, where, folder).state.run_id
+    for marks in (["a"], ["b"]):  # the second time start.json had lost the first
+        claim = {"marks": marks, "by": f"somebody as {marks}"}
+        begin = {"start_ms": 9, "experiment": "begun", "claim": claim, "tags": {}}
+        append_lines(folder, make_event("begin", begin, unix_ms=9))
+        orphaned_runs.begin_run(client, where, folder, run_id=run_id)
+    tags = client.get_run(run_id).data.tags
+    assert {tag for tag in tags if tag.startswith("resumed.by.")} == {"resumed.by.b"}
+    client.set_tag(run_id, "resumed.by.c", "another host")
+    append_lines(folder, make_event("begin", begin, unix_ms=9))
+    with pytest.raises(RunGone, match="gone on with since by another host"):
+        orphaned_runs.begin_run(client, where, folder, run_id=run_id)
 
 
 def test_what_has_ended_is_sent_while_its_process_lives(where: TrackingSettings) -> None:
