@@ -27,6 +27,8 @@ import orjson
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
+# Step, value, unix ms. No list: the garbage collector would look at each again and again.
+Point = tuple[int, float, int]
 # The files of a run's folder that say what becomes of it.
 LOG = "events.jsonl"  # the event log
 START = "start.json"  # who trains it, and how that began
@@ -34,7 +36,7 @@ SENT = "sent.json"  # how far MLflow has it; of whoever sends it
 RESERVE = "reserve"  # holds the room for the run's end on a disk that fills up
 TRAINING_LOCK = "training.lock"  # whoever trains it holds it
 SENDING_LOCK = "sending.lock"  # the same of whoever sends it
-BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database
+BATCH = 20_000  # metrics: other runs wait some 0.1 s while so many are written to a database
 ONCE = 0  # the step of what has one value a run: of a later one MLflow draws a curve of one dot
 END_BYTES = 2**16  # of a log: some hundred log points
 MOST_POINTS = 4096  # of a series: more than a picture shows
@@ -263,12 +265,12 @@ class _ThinnedSeries:
     """A series of which every 2nd, 4th, 8th, ... point is kept when it grows long, and the last."""
 
     def __init__(self) -> None:
-        self._kept: list[list[float]] = []
+        self._kept: list[Point] = []
         self._every = 1
         self._count = 0
-        self._last: list[float] = []
+        self._last: Point = (ONCE, 0.0, 0)
 
-    def add(self, point: list[float]) -> None:
+    def add(self, point: Point) -> None:
         if self._count % self._every == 0:
             self._kept.append(point)
             if len(self._kept) > MOST_POINTS:
@@ -277,12 +279,12 @@ class _ThinnedSeries:
         self._count += 1
         self._last = point
 
-    def list_points(self) -> list[list[float]]:
+    def list_points(self) -> list[Point]:
         return self._kept if self._kept[-1] is self._last else [*self._kept, self._last]
 
 
-def read_series(log: Path) -> dict[str, list[list[float]]]:
-    """Return what was logged, by name: lists of [step, value, Unix ms], in order.
+def read_series(log: Path) -> dict[str, list[Point]]:
+    """Return what was logged, by name: lists of (step, value, Unix ms), in order.
 
     A long series is thinned to at most MOST_POINTS points and the last one.
     """
@@ -296,7 +298,7 @@ def read_series(log: Path) -> dict[str, list[list[float]]]:
                 for key, value in metrics.items():
                     if key not in series:
                         series[key] = _ThinnedSeries()
-                    series[key].add([step, value, unix_ms])
+                    series[key].add((step, value, unix_ms))
     return {key: thinned.list_points() for key, thinned in series.items()}
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,12 @@ class Throttle:
 
 API_BATCH = 1000  # metrics in one request: MLflow's limit
 LOCKED_S = 20.0  # to wait while another run writes; MLflow's own
-# The columns that are filled. The keys are named, not asked of the classes: tables with another key
-# are refused, not half filled.
-COLUMNS = ("key", "value", "timestamp", "step", "is_nan", "run_uuid")
+# The columns that are filled: in this order the latest of a metric's rows is the greatest. The keys
+# are named, not asked of the classes: tables with another key are refused, not half filled.
+COLUMNS = ("key", "step", "timestamp", "value", "is_nan", "run_uuid")
 KEY = ("key", "timestamp", "step", "run_uuid", "value", "is_nan")
 LATEST_KEY = ("key", "run_uuid")
-_Row = dict[str, Any]
-_order_key = itemgetter("step", "timestamp", "value")
+_Row = tuple[str, int, int, float, bool, str]  # of COLUMNS
 
 
 def send_metrics(
@@ -134,13 +132,14 @@ def _try_insert(path: Path, run_id: str, samples: Sequence[Sample]) -> bool:
     except (ImportError, AttributeError, SQLAlchemyError):  # classes of another MLflow
         return False
     # By name: the tables' indexes are, and what belongs together in them costs half of the time.
-    rows = sorted((_make_row(run_id, *sample) for sample in samples), key=itemgetter("key"))
+    rows = sorted(_make_row(run_id, *sample) for sample in samples)
+    latest = {row[0]: row for row in rows}
     try:
         with closing(sqlite3.connect(path, timeout=LOCKED_S)) as opened, opened:
             if opened.execute(is_active, {"run": run_id}).fetchone() is None:
                 return False
             opened.executemany(insert, rows)
-            opened.executemany(update, _find_latest(rows))
+            opened.executemany(update, latest.values())
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # of the statement
             return False
@@ -157,12 +156,15 @@ def _compile_statements() -> list[str]:
     # Here, since the runs of a tracking server need none of it.
     from mlflow.store.tracking.dbmodels.models import SqlLatestMetric, SqlMetric, SqlRun
 
-    filled = dict.fromkeys(COLUMNS)
+    # By position: to bind values by name takes a tenth of the time.
+    filled: dict[str, Any] = {name: literal_column(f"?{n}") for n, name in enumerate(COLUMNS, 1)}
     is_active = select(SqlRun.run_uuid).where(
         SqlRun.run_uuid == bindparam("run"), SqlRun.lifecycle_stage == literal_column("'active'")
     )
-    insert = sqlite.insert(SqlMetric).values(filled).on_conflict_do_nothing(index_elements=KEY)
-    update = sqlite.insert(SqlLatestMetric).values(filled)
+    # inline(): else each row would be returned, too.
+    insert = sqlite.insert(SqlMetric).inline().values(filled)
+    insert = insert.on_conflict_do_nothing(index_elements=KEY)
+    update = sqlite.insert(SqlLatestMetric).inline().values(filled)
     new, latest = update.excluded, SqlLatestMetric
     update = update.on_conflict_do_update(
         index_elements=LATEST_KEY,
@@ -176,23 +178,7 @@ def _compile_statements() -> list[str]:
 
 def _make_row(run_id: str, name: str, value: float, unix_ms: int, step: int) -> _Row:
     is_nan = math.isnan(value)  # the tables keep it as 0 and a mark
-    return {
-        "key": name,
-        "value": 0.0 if is_nan else value,
-        "timestamp": unix_ms,
-        "step": step,
-        "is_nan": is_nan,
-        "run_uuid": run_id,
-    }
-
-
-def _find_latest(rows: Sequence[_Row]) -> list[_Row]:
-    """Return for each name the row that MLflow calls its latest."""
-    latest: dict[str, _Row] = {}
-    for row in rows:
-        if _order_key(row) > _order_key(latest.setdefault(row["key"], row)):
-            latest[row["key"]] = row
-    return list(latest.values())
+    return name, step, unix_ms, 0.0 if is_nan else value, is_nan, run_id
 
 
 PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one

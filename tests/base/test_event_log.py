@@ -80,7 +80,7 @@ def test_a_long_series_is_thinned_evenly_and_keeps_both_ends(tmp_path: Path, cou
     assert len(steps) == count if count <= 4096 else 2048 < len(steps) <= 4097
     gaps = {b - a for a, b in zip(steps[:-1], steps[1:-1], strict=False)}
     assert len(gaps) <= 1  # but for the last, which may come earlier
-    assert found["b"] == [[s, float(s), 10 * s] for s in steps]
+    assert found["b"] == [(s, float(s), 10 * s) for s in steps]
 
 
 def test_no_log_has_no_series(tmp_path: Path) -> None:
