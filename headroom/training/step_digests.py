@@ -1,8 +1,8 @@
 """Keeps, of each step of a training, what shows later whether it was taken in the same way again: a
 digest of 8 bytes for the loss, for each gradient, weight and buffer, and for each tensor of the
 optimizer's state and of the random numbers. The digests are computed where the tensors are, the
-same by the host and by a device, and read from there many steps at once. They go to files beside the checkpoints, of a bounded size: the
-first steps and the newest stay.
+same by the host and by a device, and read from there many steps at once. They go to files beside
+the checkpoints, of a bounded size: the first steps and the newest stay.
 
 A digest is a sum over 64-bit words, so it is the same in whatever order a device adds. Each place
 has a weight of its own, an odd random number, and the upper half of a word counts in the lower one,

@@ -21,7 +21,7 @@ def test_digests_are_the_same_by_the_host_and_by_a_device() -> None:
     whole = torch.arange(70_003)
     tensors = [whole[:0], whole[1:4].to(torch.uint8), whole.float(), whole[:3].bool()]
     tensors += [whole[k : k + 7].to(t) for k in (0, 5) for t in (torch.float32, torch.bfloat16)]
-    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].cfloat()]
+    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].to(torch.complex64)]
     tensors += [torch.eye(3).to_sparse(), whole[:70_000].double().view(200, 350).T, -whole]
     assert step_digests.compute_device_digests(tensors).tolist() == [
         int(step_digests.compute_digest(tensor)) for tensor in tensors
