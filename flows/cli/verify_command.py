@@ -30,7 +30,8 @@ examples:
   python -m flows.verify night --flip           # must say that something differs
 
 exit codes: 0 equal, 1 something differs, 2 bad input, or nothing to compare with, 3 something
-differs, but operations that are not deterministic on this device are named
+differs, but operations that are not deterministic on this device are named, and it is no larger
+than what they explain
 """
 
 
@@ -125,6 +126,8 @@ def _describe(name: str, found: Verification) -> list[str]:
         verdict = f"{name}: not deterministic by: {', '.join(found.operations)}"
         why = [
             f"otherwise {where}",
+            "Nothing is further apart than rounding drives two trainings here, times a hundred.",
+            first.why,
             "That is no fault: they need not come out the same to the bit on this device. Set "
             "train.deterministic, where each of them has a deterministic kind.",
         ]

@@ -24,7 +24,6 @@ from headroom.base.units import make_printable
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
 from headroom.device.leases import Leases, find_lease_folder
-from headroom.launch.placement import count_processes
 from headroom.settings.read_settings import (
     ConfigError,
     check_imports,
@@ -34,7 +33,7 @@ from headroom.settings.read_settings import (
     restore_config_secrets,
     select_params,
 )
-from headroom.settings.run_config import RunConfig
+from headroom.settings.run_config import LaunchConfig, RunConfig
 from headroom.training import trainer
 from headroom.training.checkpoint_files import (
     DamagedCheckpoint,
@@ -50,7 +49,8 @@ from headroom.training.step_digests import KeptDigests, describe_environment, re
 from headroom.training.train_state import TrainState
 
 LOGGED = ("train/", "val/")  # of the model; the others are of the machine
-OF_STEPS = ("data.", "model.", "optim.", "train.")  # settings that a step depends on, but for:
+# Settings that a step depends on, but for:
+OF_STEPS = ("data.", "model.", "optim.", "train.", "launch.processes", "launch.nodes")
 ELSEWHERE = ("data.path", "data.cache", "data.memory_mib", "data.target_transform", "train.end")
 
 
@@ -192,10 +192,13 @@ def _copy_checkpoint(source: Path, step: int, target: Path) -> None:
     target.mkdir()
     try:
         verify_checkpoint(source, step)
-        name = str(read_record(source, step)["tensors"])
+        record = read_record(source, step)
+        if "files" in record:
+            raise ConfigError(f"--from {step}: several processes wrote it in parts; choose another")
+        name = str(record["tensors"])
         shutil.copy(source / name, target)
         shutil.copy(source / f"step-{step:012d}.json", target)
-    except (DamagedCheckpoint, NewerCheckpoint, KeyError, OSError) as error:
+    except (DamagedCheckpoint, NewerCheckpoint, OSError) as error:
         raise ConfigError(f"--from {step}: {error}") from None
 
 
@@ -206,6 +209,8 @@ def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
     config = restore_config_secrets(_read_config(recorded.folder / "config.yaml"))
     config = override_config(config, {"train.end": None, "memory.snapshot": False})
     _refuse_other_settings(recorded, begin, config)
+    _refuse_several_processes(recorded, begin, config.launch)
+    config = override_config(config, {"launch.processes": "1"})
     check_imports(config)
     leases = Leases(
         find_lease_folder(),
@@ -221,8 +226,6 @@ def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
         device = detect_best_device(
             config.device.name, leases=None if config.device.share else leases
         )
-        if count_processes(config.launch, device) > 1:
-            raise ConfigError("RUN: several processes trained it, and one can't train it anew")
         train = config.train
         data = prepare_dataset(config.data, batch_size=train.batch_size, seed=train.seed)
         _refuse_other_data(recorded, data)
@@ -275,6 +278,36 @@ def _refuse_other_settings(recorded: Recorded, begin: int, config: RunConfig) ->
             f"--from: the run was gone on with at step {gone_on:,} with other settings "
             f"({', '.join(changed)}), so what lies before can't be trained anew; {remedy}"
         )
+
+
+def _refuse_several_processes(recorded: Recorded, begin: int, launch: LaunchConfig) -> None:
+    """Raise ConfigError for a window that several processes trained, however many GPUs there are
+    here: what the run has kept of it says how many they were."""
+    counts = [*_iterate_process_counts(recorded, begin)]
+    if launch.machines or max(*counts, launch.count or 1, 1) > 1:
+        raise ConfigError(
+            "RUN: several processes trained it, and one can't train it anew; a run with "
+            "launch.processes 1 can be verified"
+        )
+    if not counts and launch.count is None and torch.accelerator.is_available():
+        raise ConfigError(
+            "RUN: nothing says how many processes trained it: launch.processes is auto, and it has "
+            "neither an end nor digests nor a checkpoint; a run with launch.processes 1 can be "
+            "verified"
+        )
+
+
+def _iterate_process_counts(recorded: Recorded, begin: int) -> Iterator[int]:
+    """Yield how many processes trained, as far as what is kept of the window says so."""
+    if recorded.end:
+        yield int(_read_tag(recorded, "ranks") or 1)
+    if recorded.digests.steps:
+        yield 1  # several keep none
+    for step in recorded.kept:
+        if step > begin:
+            with suppress(DamagedCheckpoint, NewerCheckpoint):
+                plain = read_record(recorded.folder / CHECKPOINTS, step)["plain"]
+                yield len(dict(plain["dict"])["random"])  # of each a state
 
 
 def _refuse_other_data(recorded: Recorded, data: DataFacts) -> None:

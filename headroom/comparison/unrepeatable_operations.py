@@ -69,7 +69,7 @@ def _is_repeatable(name: str, device: str, args: tuple[Any, ...], kwargs: dict[s
 @contextmanager
 def collect_unrepeatable() -> Iterator[set[str]]:
     """Yield a set; behind the block it has the names of such operations in it. Those that PyTorch
-    names are among them from `ask_pytorch` on."""
+    names are among them where `ask_pytorch` asks for them."""
     names: set[str] = set()
     with warnings.catch_warnings(record=True) as caught, UnrepeatableOperations() as seen:
         warnings.simplefilter("always")
@@ -78,6 +78,6 @@ def collect_unrepeatable() -> Iterator[set[str]]:
     names |= seen.names | {match[1] for match in found if match}
 
 
-def ask_pytorch() -> None:
-    """Have PyTorch warn of each operation that it has no deterministic kind of."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+def ask_pytorch(asks: bool) -> None:
+    """Have PyTorch warn of each operation that it has no deterministic kind of, or no longer."""
+    torch.use_deterministic_algorithms(asks, warn_only=True)

@@ -1,8 +1,8 @@
 """Keeps, of each step of a training, what shows later whether it was taken in the same way again: a
 digest of 8 bytes for the loss, for each gradient, weight and buffer, and for each tensor of the
-optimizer's state and of the random numbers. The digests are computed where the tensors are, and
-read from there many steps at once. They go to files beside the checkpoints, of a bounded size: the
-first steps and the newest stay.
+optimizer's state and of the random numbers. The digests are computed where the tensors are, the
+same by the host and by a device, and read from there many steps at once. They go to files beside
+the checkpoints, of a bounded size: the first steps and the newest stay.
 
 A digest is a sum over 64-bit words, so it is the same in whatever order a device adds. Each place
 has a weight of its own, an odd random number, and the upper half of a word counts in the lower one,
@@ -49,7 +49,7 @@ FLUSH_STEPS = 64
 FIRST_STEPS, EVERY = 1000, 10
 VERSION = 2  # of what a digest is
 PERIODS = (4093, 4099)  # words; prime, so that two places are alike by both only far apart
-AT_A_TIME = 8  # rows that are added: of more, a processor would not read ahead
+ROWS_AT_A_TIME = 32  # 1 MiB, which stays in a processor's cache for the second period
 MOST_WORDS = sum(PERIODS)  # of a tensor that is not summed before
 SIDE_BY_SIDE = (
     torch.float32,
@@ -59,6 +59,7 @@ SIDE_BY_SIDE = (
     torch.int64,
     torch.uint8,
 )
+OF_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8}
 VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     *("ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"),
@@ -132,12 +133,58 @@ def make_layout(
 MakeLayout = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.device], Layout]
 
 
-@torch.no_grad()
 def compute_digests(tensors: Sequence[Tensor], make_layout: MakeLayout = make_layout) -> Tensor:
     """Return 64 bits of each of these tensors of one device, as a row of int64 on it: of the words
-    that `fold_words` makes of its bytes a sum, each word by a weight of its place, and its size. It
-    never waits for the device. Tensors are laid side by side and taken at once: one by one, the
-    calls would take longer than the work."""
+    that `fold_words` makes of its bytes a sum, each word by a weight of its place, and its size."""
+    if tensors[0].device.type == "cpu":
+        return torch.tensor([*map(_compute_on_host, tensors)])
+    return compute_device_digests(tensors, make_layout)
+
+
+def compute_digest(tensor: Tensor) -> Tensor:
+    """Return the digest of one tensor."""
+    return compute_digests([tensor])[0]
+
+
+def _compute_on_host(tensor: Tensor) -> int:
+    """Return the digest of a tensor of the host. It is computed by NumPy, in this thread: PyTorch
+    would share the work with threads that others keep busy, and wait for them each time."""
+    if tensor.dtype in OF_NUMPY and tensor.layout == torch.strided:
+        octets = tensor.detach().numpy().reshape(-1).view(np.uint8)
+        size = len(octets)
+        if size % 8:
+            octets = np.concatenate([octets, np.zeros(-size % 8, np.uint8)])
+        words = octets.view(np.int64)
+    else:
+        size, viewed = view_words(tensor)
+        words = viewed.numpy()
+    if len(words) > MOST_WORDS:
+        words = _fold_on_host(words)
+    mixed = words >> 32
+    mixed += words
+    mixed *= draw_weights()[: len(mixed)]
+    return int(mixed.sum(initial=size))  # wraps around, as that of tensors does
+
+
+def _fold_on_host(words: np.ndarray) -> np.ndarray:
+    """Return what `fold_words` does."""
+    tables = [words[: len(words) // period * period].reshape(-1, period) for period in PERIODS]
+    sums = [np.zeros(period, np.int64) for period in PERIODS]
+    for row in range(0, len(tables[0]), ROWS_AT_A_TIME):
+        for table, total in zip(tables, sums, strict=True):
+            total += table[row : row + ROWS_AT_A_TIME].sum(0)
+    for table, total in zip(tables, sums, strict=True):
+        rest = words[table.size :]
+        total[: len(rest)] += rest
+    return np.concatenate(sums)
+
+
+@torch.no_grad()
+def compute_device_digests(
+    tensors: Sequence[Tensor], make_layout: MakeLayout = make_layout
+) -> Tensor:
+    """Return the same, computed by the device, without waiting for it. Tensors are laid side by
+    side and taken at once: one by one, the calls would take longer than the work."""
     small: dict[torch.dtype, list[int]] = {}
     order: list[int] = []
     sizes: list[int] = []
@@ -165,11 +212,6 @@ def compute_digests(tensors: Sequence[Tensor], make_layout: MakeLayout = make_la
     return (mixed.cumsum_(0)[layout.ends].diff() + layout.sizes)[layout.back]
 
 
-def compute_digest(tensor: Tensor) -> Tensor:
-    """Return the digest of one tensor."""
-    return compute_digests([tensor])[0]
-
-
 def spread_bits(words: Tensor) -> Tensor:
     """Return words whose upper half counts in the lower one, too. By a weight alone, of two highest
     bits no weight would be left: 2**63 times each odd number is the same."""
@@ -187,19 +229,10 @@ def fold_words(words: Tensor) -> Tensor:
 
 def _fold(words: Tensor, period: int) -> Tensor:
     rows = len(words) // period
-    sums = _add_rows(words[: rows * period].view(rows, period))
+    sums = words[: rows * period].view(rows, period).sum(0)
     rest = words[rows * period :]
     sums[: len(rest)] += rest
     return sums
-
-
-def _add_rows(table: Tensor) -> Tensor:
-    rows, columns = table.shape
-    if table.device.type != "cpu" or rows < 2 * AT_A_TIME:
-        return table.sum(0)
-    whole = rows // AT_A_TIME * AT_A_TIME
-    sums = table[:whole].view(-1, AT_A_TIME, columns).sum(1).sum(0)
-    return sums.add_(table[whole:].sum(0))
 
 
 def _lay_side_by_side(tensors: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@ only read."""
 
 import base64
 import struct
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,86 @@ def test_a_run_without_digests_is_compared_where_it_logged(tmp_path: Path) -> No
     first = verification.verify_run(run, begin=0, flip=flip).difference
     assert first is not None and first.tensor in ("train/loss", "train/grad_norm")
     assert first.why == verification.AS_RECORDED
+
+
+NETS = """
+import torch
+from torch import nn
+
+class Puts(nn.Module):
+    def __init__(self, begins):
+        super().__init__()
+        self.net, self.begins = nn.Linear(64, 10), begins
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        x = self.net(x.flatten(1))
+        self.calls += self.training
+        if self.training and self.calls > self.begins:
+            x = x.clone()
+            x[:, torch.tensor([0, 1])] = x[:, 2:4]
+        return x
+
+def puts(input_shape, outputs): return Puts(0)
+def puts_later(input_shape, outputs): return Puts(5)
+"""
+
+
+def train_net(folder: Path, net: str, *, steps: int = 12, end_step: Any = None) -> Path:
+    """A run by an operation that need not come out the same."""
+    return record_training(
+        folder,
+        "cpu",
+        model={"name": f"verified_nets:{net}"},
+        train={"max_steps": steps, "log_every": 2},
+        end_step=end_step,
+    )
+
+
+def test_what_rounding_explains_is_no_fault_of_operations_that_vary(
+    tmp_path: Path, own: Callable[[str, str], None]
+) -> None:
+    own("verified_nets", NETS)
+    run = train_net(tmp_path / "run", "puts")
+    for bit in (0, 5):
+        flip = verification.Flip(3, "weight/net.weight", 3, bit)
+        found = verification.verify_run(run, begin=0, flip=flip)
+        assert found.difference is not None and found.operations == ("index_put",)
+
+
+def test_what_is_larger_is_one_whatever_operations_vary(
+    tmp_path: Path, own: Callable[[str, str], None]
+) -> None:
+    """Any difference was excused, however large."""
+    own("verified_nets", NETS)
+    run = train_net(tmp_path / "run", "puts")
+    flip = verification.Flip(3, "weight/net.weight", 3, 30)
+    found = verification.verify_run(run, begin=0, flip=flip)
+    first = found.difference
+    assert first is not None and first.why == verification.AS_RECORDED
+    assert not found.operations and "more than index_put explains" in first.what
+
+    def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
+        if step == 6:
+            with torch.no_grad():
+                state.model.net.weight[3] *= -1
+
+    other = train_net(tmp_path / "other", "puts", end_step=end_step)
+    first = verification.verify_run(other, begin=0).difference
+    assert first is not None and first.why == verification.ALIKE and first.step == 8
+
+
+def test_an_operation_that_begins_later_is_named_where_it_may_be_the_cause(
+    tmp_path: Path, own: Callable[[str, str], None]
+) -> None:
+    """Those of the first three steps alone were seen."""
+    own("verified_nets", NETS)
+    run = train_net(tmp_path / "run", "puts_later")
+    later, earlier = (
+        verification.verify_run(run, begin=0, flip=verification.Flip(step, "", 3, 5))
+        for step in (9, 3)
+    )
+    assert later.operations == ("index_put",) and not earlier.operations
 
 
 def test_a_flip_that_makes_it_diverge_is_a_difference(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from flows.cli.verify_command import main
+from headroom.training.checkpoint_files import read_record, write_record
+from headroom.training.kept_steps import CHECKPOINTS
 from headroom.watch.step_metrics import Diverged
 from tests.comparison.recorded_runs import record_training
 from tests.run_folders import make_event, write_start
@@ -90,6 +92,20 @@ def test_rows_that_have_changed_are_refused(place: Path, say: Callable[..., str]
 def test_a_run_of_several_processes_is_refused(place: Path, say: Callable[..., str]) -> None:
     train(place, launch={"processes": "2"})
     assert "RUN: several processes trained it, " in say(2, "mine")
+
+
+def test_with_auto_the_run_says_how_many_processes_there_were(
+    place: Path, say: Callable[..., str]
+) -> None:
+    """On fewer GPUs than it had, it was told to differ."""
+    folder = train(place, launch={"processes": "auto"}, train={"max_steps": 6, "log_every": 2})
+    assert "equal" in say(0, "mine", "--from", "0")
+    record = read_record(folder / CHECKPOINTS, 6)
+    kept = {name: record[name] for name in ("about", "plain", "format")}
+    dict(kept["plain"]["dict"])["random"] *= 2
+    files = {name: record[name] for name in ("tensors", "sha256")}
+    write_record(folder / CHECKPOINTS, 6, **kept, files=files)
+    assert "RUN: several processes trained it, " in say(2, "mine", "--from", "0")
 
 
 def test_a_run_that_diverged_is_equal_up_to_there(place: Path, say: Callable[..., str]) -> None:

@@ -17,15 +17,26 @@ from tests.run_folders import make_event
 KNOWN = [-1090260135307116524, 6376747736170929526, -4982493331775601815]
 
 
-def test_digests_are_the_same_one_by_one_and_side_by_side() -> None:
-    whole = torch.arange(70_000)
+def test_digests_are_the_same_by_the_host_and_by_a_device() -> None:
+    whole = torch.arange(70_003)
     tensors = [whole[:0], whole[1:4].to(torch.uint8), whole.float(), whole[:3].bool()]
     tensors += [whole[k : k + 7].to(t) for k in (0, 5) for t in (torch.float32, torch.bfloat16)]
-    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].cfloat()]
-    tensors += [torch.eye(3).to_sparse()]
-    assert step_digests.compute_digests(tensors).tolist() == [
+    tensors += [whole[:12].double().view(3, 4).T, torch.tensor(1.5), whole[:5].to(torch.complex64)]
+    tensors += [torch.eye(3).to_sparse(), whole[:70_000].double().view(200, 350).T, -whole]
+    assert step_digests.compute_device_digests(tensors).tolist() == [
         int(step_digests.compute_digest(tensor)) for tensor in tensors
     ]
+
+
+@pytest.mark.parametrize("size", [5, 40_000])
+def test_the_sign_of_a_zero_and_the_bits_of_a_nan_change_the_digest(size: int) -> None:
+    """They compare as equal, or never do."""
+    whole = torch.zeros(size)
+    nan, other = (torch.tensor(bits, dtype=torch.int32) for bits in (0x7FC00000, 0x7FC00001))
+    values = [torch.tensor(-0.0), nan.view(torch.float32), other.view(torch.float32)]
+    for compute in (step_digests.compute_digests, step_digests.compute_device_digests):
+        changed = [whole.index_fill(0, torch.tensor([3]), value) for value in values]
+        assert len({*compute([whole, *changed]).tolist()}) == 4
 
 
 @pytest.mark.parametrize("size", [9, 5_000, 40_000, 300_001])
