@@ -1,7 +1,7 @@
 """Give each GPU to one training at a time: a lease for each device of this host, which ends
-with the process that holds it. Trainings get it in the order in which they asked, and one that needs
-several gets them all at once. It needs no server, and holds across the users of a host. Waiting ends
-after the time that the run allows.
+with the process that holds it. Trainings get it in the order in which they asked, and one that
+needs several gets them all at once. It needs no server, and holds across the users of a host.
+Waiting ends after the time that the run allows.
 """
 
 from __future__ import annotations
