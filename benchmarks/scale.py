@@ -1,9 +1,10 @@
 """What becomes of it at scale, on a real MLflow on SQLite or PostgreSQL: 10,000 runs in one
 experiment, a run of a million points or of a thousand metric names, fifty trainings that begin at
-once, 300 that go eight at once, 1,000 flow runs in Prefect. Each part is measured alone, and gets
-its section of one file in benchmarks/results.
+once, 300 that go eight at once, sixteen that need this host's GPUs while some are killed, 1,000
+flow runs in Prefect. Each part is measured alone, and gets its section of one file in
+benchmarks/results.
 
-`python -m benchmarks.scale runs|train|points|names|begin|soak|prefect [--store postgresql]`
+`python -m benchmarks.scale runs|train|points|names|begin|soak|leases|prefect [--store postgresql]`
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import torch
 from sqlalchemy import create_engine, text
 
 from benchmarks.conditions import RESULTS, conditions
+from benchmarks.contention import WORDS, Contention, contend
 from benchmarks.turns import in_turns, median_ratio
 from headroom.prefect.local_prefect import share_server
 from headroom.prefect.prefect_http import call_api
@@ -105,7 +108,10 @@ class Place:
             "PREFECT_HOME": str(self.folder / "prefect"),
             "HEADROOM_LEASES": str(self.folder / "leases"),
             "MLFLOW_TRACKING_URI": self.uri,
-            "PYTHONPATH": str(ROOT),
+            # A stand-in for GPUs has a folder of its own there.
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
 
     @property
@@ -481,23 +487,31 @@ def measure_soak(store: str, count: int, kept: Path | None) -> Iterator[str]:
         yield f"\n{count} commands, {AT_ONCE} at once: {told} Processes left: {len(left)}."
 
 
+def make_training(number: int, *more: str) -> list[str]:
+    words = ["--train.epochs", "1", "--run.name", f"at once {number}", *more]
+    return [sys.executable, "-m", "flows.train", *words]
+
+
 def start_training(place: Place, number: int) -> subprocess.Popen[bytes]:
-    words = ["--train.epochs", "1", "--run.name", f"at once {number}"]
     with open(place.folder / f"{number}.log", "w") as log:
-        command = [sys.executable, "-m", "flows.train", *words]
         own: dict[str, Any] = {"cwd": place.folder, "env": place.env}
-        return subprocess.Popen(command, stdout=log, stderr=log, **own)
+        return subprocess.Popen(make_training(number), stdout=log, stderr=log, **own)
 
 
 def describe_ends(place: Place, codes: Sequence[int], took_s: float) -> str:
     """Return how the trainings ended, and how much of their logs MLflow has."""
-    asked = "SELECT status, count(*) FROM runs WHERE name LIKE 'at once %' GROUP BY status"
-    ends = ", ".join(f"{n} {status}" for status, n in place.query(asked))
     kept_points, sent = count_points(place)
-    return f"""{codes.count(0)} ended with 0, and MLflow has {ends}.
+    return f"""{codes.count(0)} ended with 0, and MLflow has {list_ends(place)}.
 Their logs hold {kept_points:,} points of metrics, of which MLflow lacks {kept_points - sent:,}. It
-took {took_s:.0f} s. Load: {describe_load()}. No device was leased: this host has none but its
-processor."""
+took {took_s:.0f} s. Load: {describe_load()}. {describe_leased(place)}"""
+
+
+def describe_leased(place: Place) -> str:
+    """Return which devices were leased, each of which has left a file."""
+    names = [file.stem for file in sorted((place.folder / "leases").glob("*.lock"))]
+    if not names:
+        return "No device was leased: this host has none but its\nprocessor."
+    return f"{len(names)} devices were leased."
 
 
 def count_points(place: Place) -> tuple[int, int]:
@@ -515,6 +529,64 @@ def count_points(place: Place) -> tuple[int, int]:
     return kept, sent
 
 
+def measure_leases(store: str, count: int, kept: Path | None) -> Iterator[str]:
+    """Trainings that begin at once and need a GPU each, of which this host has a few."""
+    here = torch.cuda.device_count()
+    if here < 2:
+        raise SystemExit("leases: needs two CUDA devices or a stand-in that has them")
+    with open_place(store, kept, "leases") as place:
+        commands = [make_training(n, *word_lease(n, count), *WORDS) for n in range(count)]
+        kills = count // 5
+        began_at = time.perf_counter()
+        found = contend(place.folder, place.env, commands, kills=kills, within_s=10)
+        took_s = time.perf_counter() - began_at
+        yield f"""
+{count} commands begun within 10 s on {here} devices ({torch.cuda.get_device_name()}, PyTorch
+{torch.__version__}), every fourth for cuda:1 by name, the last two waiting no longer than 2 s,
+{kills} killed by kill -9 while they computed: {describe_contention(place, found, took_s)}"""
+
+
+def word_lease(number: int, count: int) -> tuple[str, ...]:
+    """Return what that training asks of the leases."""
+    if number >= count - 2:
+        return ("--device.name", "gpu", "--device.wait_s", "2")
+    return ("--device.name", "cuda:1" if number % 4 == 3 else "gpu")
+
+
+def describe_contention(place: Place, found: Contention, took_s: float) -> str:
+    """Return how they ended, and who had which device, by the record and seen from outside."""
+    statuses = list_ends(place)
+    place.call("flows.tidy", "--yes")
+    refused = sum("device.wait_s: GPU-" in log.read_text() for log in place.folder.glob("*.log"))
+    tags = "SELECT p.value, d.value FROM tags p JOIN tags d ON p.run_uuid = d.run_uuid"
+    tags += " WHERE p.key = 'pid' AND d.key = 'device.uuid'"
+    told = {(int(pid), device) for pid, device in place.query(tags)}
+    seen = {(one.pid, one.device) for one in found.computed}
+    leases = place.folder / "leases"
+    left = [file.name for file in leases.iterdir() if file.suffix != ".lock"]
+    returns = ", ".join(f"{s:.1f} s" for s in found.list_returns_s())
+    faults = found.find_faults()
+    codes = list(found.codes.values())
+    devices = {one.device for one in found.computed}
+    return f"""
+{codes.count(0)} ended with 0, {refused} were refused for device.wait_s ({codes.count(2)} exit codes
+2), and MLflow had {statuses}; after `flows.tidy --yes` {list_ends(place)}.
+{len(found.computed):,} forward passes were seen, of {len(seen)} processes on {len(devices)} GPUs.
+Computed without the device's lease, or two on one device at once: {len(faults)}{list_few(faults)}.
+Processes whose device MLflow tells otherwise: {len(told ^ seen)}. The devices of those that were
+killed were another's after {returns or "the end: nobody waited"}. Left leased: 0; left beside the
+leases: {", ".join(left) or "nothing"}. It took {took_s:.0f} s. Load: {describe_load()}."""
+
+
+def list_few(faults: Sequence[str]) -> str:
+    return f" ({'; '.join(faults[:3])})" if faults else ""
+
+
+def list_ends(place: Place) -> str:
+    asked = "SELECT status, count(*) FROM runs WHERE name LIKE 'at once %' GROUP BY status"
+    return ", ".join(f"{n} {status}" for status, n in place.query(asked))
+
+
 PARTS: dict[str, tuple[Callable[[str, int, Path | None], Iterator[str]], int]] = {
     "runs": (measure_runs, 10_000),
     "train": (measure_train, 10_000),
@@ -522,6 +594,7 @@ PARTS: dict[str, tuple[Callable[[str, int, Path | None], Iterator[str]], int]] =
     "names": (measure_names, 1_000),
     "begin": (measure_begin, 50),
     "soak": (measure_soak, 300),
+    "leases": (measure_leases, 16),
     "prefect": (measure_prefect, 1_000),
 }
 
@@ -552,6 +625,8 @@ def keep_section(heading: str, body: str) -> None:
     title = [f"# Many runs, many points, many at once, {date.today()}", ""]
     title += [f"- {name}: {value}" for name, value in conditions().items() if name != "load"]
     before = file.read_text().split("\n## ")[1:] if file.exists() else []
+    if before and torch.cuda.is_available():  # the other sections are of a processor alone
+        title = [file.read_text().partition("\n## ")[0].rstrip()]
     others = [one.strip() for one in before if one.partition("\n")[0] != heading]
     sections = [*others, f"{heading}\n\n{body.strip()}"]
     file.write_text("\n".join(title) + "\n\n## " + "\n\n## ".join(sections) + "\n")

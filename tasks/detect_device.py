@@ -11,7 +11,7 @@ from dataclasses import replace
 from headroom.base.facts import DeviceFacts
 from headroom.device.detection import check_memory_limit, detect_best_device, resolve_precision
 from headroom.device.leases import Leases
-from headroom.launch.placement import choose_device_name, count_processes
+from headroom.launch.placement import choose_device_name, count_leases, count_processes
 from headroom.prefect.run_task import run_task
 from headroom.ranks.ranks import read_ranks_from_environment
 from headroom.settings.run_config import DeviceConfig, LaunchConfig
@@ -29,13 +29,15 @@ def detect_device(
     launch: LaunchConfig = LaunchConfig(),  # noqa: B008 (frozen)
     leases: Leases | None = None,
 ) -> DeviceFacts:
-    """Return the device to train on; `leases` holds it from then on.
+    """Return the device to train on; `leases` holds it from then on, and those of the other
+    processes of the training.
 
     Raises DeviceError where it cannot be what was asked for, or others hold it for too long.
     """
     facts = detect_best_device(
         choose_device_name(device, read_ranks_from_environment()),
         leases=None if device.share else leases,
+        count=count_leases(launch),
     )
     resolve_precision(precision, facts)
     check_memory_limit(facts, limit_mib)

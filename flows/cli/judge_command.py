@@ -129,6 +129,9 @@ def _tell_refusals(call: Callable[[], int]) -> int:
     except CannotJudge as error:
         print(error, file=sys.stderr)
         return FAILED
+    except OSError as error:  # a full disk
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
 
 
 def _make_parser(prog: str, text: str, epilog: str) -> Parser:

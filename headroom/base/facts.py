@@ -39,6 +39,7 @@ class DeviceFacts:
     checks: tuple[Check, ...] = ()
     baseline_bytes: int = 0  # in use on the device before the run allocates anything
     fell_back: bool = False  # auto found no GPU that works, though the machine has one
+    beside: tuple[str, ...] = ()  # leased with it, for the other processes of the training
 
 
 @dataclass(frozen=True)

@@ -902,6 +902,7 @@ TAGS = (
     Tag("run.name", "run.name"),
     Tag("run.key", "run.key, or the key of a loop of one's own", needs="a key"),
     Tag("journal", "the run's folder"),
+    Tag("removal", "keep_days, of which it is being removed", needs="keep_days"),
     Tag("journal.notes", "what was odd about writing it", needs="a disk that fills up"),
     Tag("journal.damaged_lines", "lines of it that could not be read", needs="a damaged folder"),
     Tag("unsent", "what MLflow has not got, and where it is", needs="an MLflow that is away"),

@@ -77,7 +77,6 @@ class Comparison:
 
     def publish(self, report: ComparisonReport) -> None:
         """Print the report, and write its page and its plots."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         shown = [group.done[0].run_id for group in report.groups if group.done][:MAX_GROUPS]
         series: dict[str, Points] = {
             run_id: self.store.read_series(run_id, "train/loss", most=CURVE_POINTS)

@@ -22,6 +22,7 @@ from headroom.base.units import (
     format_seconds,
     make_printable,
 )
+from headroom.base.written_files import write_whole
 from headroom.comparison import differences
 from headroom.comparison.differences import compute_memory_parts, compute_time_parts
 from headroom.comparison.run_groups import (
@@ -86,7 +87,6 @@ def draw_plots(
 
     series: of the training loss, by run_id. goal: of a search.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, Callable[[], Figure | None]] = {
         "history": lambda: _draw_history(groups, goal) if goal is not None else None,
         "speed": lambda: _draw_speed(groups),
@@ -99,7 +99,8 @@ def draw_plots(
     for name, draw in drawn.items():
         if (figure := draw()) is not None:
             files[name] = folder / f"{name}.png"
-            figure.savefig(files[name], metadata={"Software": None})
+            with write_whole(files[name]) as half:
+                figure.savefig(half, metadata={"Software": None})
     return files
 
 
@@ -421,12 +422,13 @@ def write_page(
 ) -> list[Path]:
     """Write comparison.html, comparison.csv and the plots into that folder.
 
-    Return their paths.
+    Return their paths. Raises OSError, which names the file.
     """
     files = draw_plots(comparison.groups, series, folder / "plots", goal=comparison.goal)
     page, table = folder / "comparison.html", folder / "comparison.csv"
     _write_csv(table, comparison)
-    page.write_text(_make_html(comparison, files), encoding="utf-8")
+    with write_whole(page) as half:
+        half.write_text(_make_html(comparison, files), encoding="utf-8")
     return [page, table, *files.values()]
 
 
@@ -435,7 +437,7 @@ def _write_csv(file: Path, comparison: ComparisonReport) -> None:
     runs = [(group, run) for group in comparison.groups for run in group.runs]
     metrics = sorted({name for _, run in runs for name in run.metrics})
     settings = list(comparison.groups[0].settings)
-    with file.open("w", newline="", encoding="utf-8") as opened:
+    with write_whole(file) as half, half.open("w", newline="", encoding="utf-8") as opened:
         table = csv.writer(opened)
         table.writerow(["run_id", "run", "status", *settings, *metrics])
         for group, run in runs:

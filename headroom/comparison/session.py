@@ -18,6 +18,7 @@ import numpy as np
 from headroom.base.file_lock import FileLock
 from headroom.base.names import find_metric
 from headroom.base.units import make_printable
+from headroom.base.written_files import write_whole
 from headroom.comparison.platform_trial import ErrorBudget, PlatformTrial
 from headroom.comparison.run_groups import PEAKS
 from headroom.comparison.sequential_tests import Difference, Goal, Measurement
@@ -119,9 +120,8 @@ class Session:
             "candidates": [asdict(one) for one in self.candidates],
             "runs": [asdict(one) for one in self.runs],
         }
-        half = self.folder / f"{STATE}.new"
-        half.write_text(json.dumps(state, indent=1))
-        half.replace(self.folder / STATE)
+        with write_whole(self.folder / STATE) as half:
+            half.write_text(json.dumps(state, indent=1))
 
     def put_candidate(self, candidate: Candidate) -> Candidate:
         """Keep a candidate as it is now, instead of as it was."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from headroom.base.units import format_number, format_seconds
+from headroom.base.written_files import write_whole
 from headroom.comparison.session import Candidate, JudgedRun, Session
 from headroom.comparison.session_report import PAGE, express_gain, format_gain
 from headroom.report.html_page import STYLE, embed_image, make_document
@@ -55,7 +56,8 @@ def write_session_page(session: Session) -> Path:
         _make_table(session),
     ]
     file = session.folder / PAGE
-    file.write_text(make_document(name, _STYLE, *parts))
+    with write_whole(file) as half:
+        half.write_text(make_document(name, _STYLE, *parts))
     return file
 
 

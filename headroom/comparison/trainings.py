@@ -25,6 +25,7 @@ from headroom.base.file_lock import FileLock, is_held
 from headroom.base.import_paths import find_module_spec
 from headroom.base.names import PARENT, PARENT_TAG
 from headroom.base.units import make_printable
+from headroom.base.written_files import write_whole
 from headroom.comparison.grid import Cell
 from headroom.comparison.run_groups import shorten_names
 from headroom.prefect.prefect_http import FLOW_RUN
@@ -87,9 +88,8 @@ class ComparisonFolder:
             "inputs": self.inputs,
             "ended": [asdict(one) for one in self.ended.values()],
         }
-        half = self.folder / f"{STATE}.new"
-        half.write_text(json.dumps(state, indent=1))
-        half.rename(self.folder / STATE)
+        with write_whole(self.folder / STATE) as half:
+            half.write_text(json.dumps(state, indent=1))
 
 
 def describe_inputs(cells: Sequence[Cell], data: Mapping[str, str]) -> Inputs:

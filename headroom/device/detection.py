@@ -215,15 +215,22 @@ class TemporaryDeviceError(DeviceError):
         self.kind = kind
 
 
-def detect_best_device(name: str = "auto", *, leases: Leases | None = None) -> DeviceFacts:
+def detect_best_device(
+    name: str = "auto", *, leases: Leases | None = None, count: int | None = 1
+) -> DeviceFacts:
     """Return the device to run on, after it has computed, with the result of every check.
 
     auto is the working GPU with the most free memory, else the CPU; gpu is never the CPU. leases:
-    to wait until no other training uses the GPU, and to hold it from then on. Raises DeviceError.
+    to wait until no other training uses the GPU, and to hold it from then on. count: so many GPUs
+    of its kind are held together, where there are as many; None: all. Raises DeviceError.
     """
-    chosen = choose_device(_try_machine(name, leases), name)
+    machine = _try_machine(name, leases, count)
+    chosen = choose_device(machine, name)
     if isinstance(chosen, Refusal):
         raise DeviceError(chosen.text)
+    if leases is not None:
+        names = {_make_key(gpu): gpu.name for gpu in machine.gpus}
+        chosen = replace(chosen, beside=tuple(names[key] for key in leases.devices[1:]))
     if chosen.kind not in ("cuda", "rocm"):
         return chosen
     free, total = torch.cuda.mem_get_info(chosen.index)
@@ -247,7 +254,7 @@ def explain_choice(name: str = "auto") -> tuple[Check, ...]:
     return (*chosen.checks, Check("choice", True, chosen.reason))
 
 
-def _try_machine(name: str, leases: Leases | None = None) -> Machine:
+def _try_machine(name: str, leases: Leases | None = None, count: int | None = 1) -> Machine:
     problem = find_name_problem(name)
     if problem:
         raise DeviceError(problem)
@@ -255,16 +262,26 @@ def _try_machine(name: str, leases: Leases | None = None) -> Machine:
     machine = probe_machine(os.environ, touch=name != "cpu")
     if leases is None:
         return try_gpus(machine, name, try_gpu=try_gpu)
-    return _lease_gpu(machine, name, leases)
+    return _lease_gpus(machine, name, leases, count)
 
 
-def _lease_gpu(machine: Machine, name: str, leases: Leases) -> Machine:
+def _make_key(gpu: Gpu) -> str:
+    """Return by what name all trainings of the host lease it, whatever each of them sees."""
+    return gpu.uuid or gpu.name
+
+
+def _lease_gpus(machine: Machine, name: str, leases: Leases, count: int | None) -> Machine:
     """Return the machine with the GPU that is leased now tried, and those before it that did
-    not compute."""
-    left = {gpu.uuid or gpu.name: gpu for gpu in find_allowed_gpus(machine, name)}
+    not compute. Those that are leased beside it are for other processes to try."""
+    left = {_make_key(gpu): gpu for gpu in find_allowed_gpus(machine, name)}
+    kinds = {gpu.kind for gpu in left.values()}
+    others = [_make_key(gpu) for gpu in machine.gpus if gpu.kind in kinds]
     while left:
+        count_here = count or len(others)
+        # Where there are not as many the run is refused, for which it need not wait.
+        more = count_here - 1 if count_here <= len(others) else 0
         try:
-            key = leases.take(list(left))
+            key = leases.take(list(left), beside=others, more=more)
         except DevicesBusyError as busy:
             raise DeviceError(f"device.wait_s: {busy}") from None
         except OSError as error:
@@ -273,6 +290,7 @@ def _lease_gpu(machine: Machine, name: str, leases: Leases) -> Machine:
                 "make it true to train without"
             ) from None
         tried = try_gpu(left.pop(key))
+        others.remove(key)
         gpus = tuple(tried if gpu.name == tried.name else gpu for gpu in machine.gpus)
         machine = replace(machine, gpus=gpus)
         if tried.computes:

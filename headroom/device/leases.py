@@ -1,6 +1,7 @@
 """Give each GPU to one training at a time: a lease for each device of this host, which ends
-with the process that holds it. Trainings get it in the order in which they asked. It needs no
-server, and holds across the users of a host. Waiting ends after the time that the run allows.
+with the process that holds it. Trainings get it in the order in which they asked, and one that
+needs several gets them all at once. It needs no server, and holds across the users of a host.
+Waiting ends after the time that the run allows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from headroom.base.file_lock import FileLock
+from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import format_seconds, make_printable
 
 ASK_EVERY_S = 0.1
@@ -86,7 +87,8 @@ class DevicesBusyError(TimeoutError):
 
 
 class Leases:
-    """The lease of one training: none at first, one after `take`, none after `close`."""
+    """The leases of one training: none at first, those of its devices after `take`, none after
+    `close`."""
 
     def __init__(
         self,
@@ -103,33 +105,41 @@ class Leases:
         self._place, self._wait_s, self._holder = place, wait_s, holder
         self._show_waiting = show_waiting
         self._now_s, self._sleep = now_s, sleep
-        self._lease: FileLock | None = None
+        self._leases: dict[str, FileLock] = {}  # by device
         self.waited_s = 0.0
 
     @property
     def is_held(self) -> bool:
         """Return whether this object has a lease."""
-        return self._lease is not None
+        return bool(self._leases)
 
-    def take(self, devices: Sequence[str]) -> str:
+    @property
+    def devices(self) -> list[str]:
+        """Return what is leased, the device that `take` has returned first."""
+        return list(self._leases)
+
+    def take(self, devices: Sequence[str], *, beside: Sequence[str] = (), more: int = 0) -> str:
         """Lease one of these devices, given by their UUIDs in order of preference, and return
-        it. Raises DevicesBusyError where none was free for so long, and OSError where no lease
+        it. more: so many others of `beside` are leased with it, all or none: of two trainings that
+        held one device each, and waited for the other's, neither would ever begin.
+
+        Raises DevicesBusyError where they were not free for so long, and OSError where no lease
         can be kept."""
         self.close()
         make_shared_folder(self._place)
         began_s, logged_s, waits_for = self._now_s(), -TELL_EVERY_S, ""
-        with _Ticket(self._place, devices) as ticket:
+        wanted = list(dict.fromkeys([*devices, *(beside if more else ())]))
+        with _Ticket(self._place, wanted) as ticket:
             while True:
-                free = next(
-                    (d for d in devices if not ticket.is_behind(d) and self._try_take(d)), None
-                )
+                is_free = self._try_take_first(devices, ticket)
+                is_free = is_free and self._try_take_beside(beside, more, ticket)
                 self.waited_s = self._now_s() - began_s
-                reason = "" if free is not None else self._describe_holders(devices)
+                reason = "" if is_free else self._describe_holders(wanted)
                 if reason != waits_for:
                     waits_for = reason
                     self._show_waiting(reason)
-                if free is not None:
-                    return free
+                if is_free:
+                    return self.devices[0]
                 if self.waited_s >= self._wait_s:
                     self._show_waiting("")
                     raise DevicesBusyError(reason)
@@ -139,22 +149,38 @@ class Leases:
                 self._sleep(ASK_EVERY_S)
 
     def close(self) -> None:
-        """Release the lease."""
-        if self._lease is not None:
-            self._lease.close()
-            self._lease = None
+        """Release the leases."""
+        while self._leases:
+            self._leases.popitem()[1].close()
+
+    def _try_take_first(self, devices: Sequence[str], ticket: _Ticket) -> bool:
+        return any(not ticket.is_behind(d) and self._try_take(d) for d in devices)
+
+    def _try_take_beside(self, beside: Sequence[str], more: int, ticket: _Ticket) -> bool:
+        """Lease so many more; where they are not there, give the first one back too."""
+        for device in beside:
+            if len(self._leases) > more:
+                break
+            if device not in self._leases and not ticket.is_behind(device):
+                self._try_take(device)
+        if len(self._leases) > more:
+            return True
+        self.close()
+        return False
 
     def _try_take(self, device: str) -> bool:
         lease = FileLock(_make_lock_path(self._place, device), mode=ALL)
         if lease.take(self._holder):
-            self._lease = lease
+            self._leases[device] = lease
             return True
         lease.close()
         return False
 
     def _describe_holders(self, devices: Sequence[str]) -> str:
+        """Describe who holds them; where nobody does at the moment, who did last."""
         descriptions = []
-        for device in devices:
+        held = [device for device in devices if is_held(_make_lock_path(self._place, device))]
+        for device in held or devices:
             with (
                 suppress(OSError),
                 FileLock(_make_lock_path(self._place, device), mode=ALL) as lease,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from headroom.base.facts import DeviceFacts
 from headroom.device.detection import WHICHEVER, DeviceError, detect_best_device
-from headroom.device.leases import Leases, find_lease_folder
 from headroom.launch.launcher import is_launched
 from headroom.ranks.ranks import Ranks
 from headroom.ranks.ranks import read_ranks_from_environment as ranks_asked
@@ -86,21 +85,19 @@ def choose_device_name(settings: DeviceConfig, ranks: Ranks) -> str:
     return f"{kind}:{ranks.local}"
 
 
-def find_rank_device(ranks: Ranks, first: DeviceFacts, settings: DeviceConfig) -> DeviceFacts:
-    """Find the device of a rank, where the first one on this host has `first`; the others
-    follow by their index, and are leased until this process ends. Raises DeviceError."""
-    if first.index is None or not ranks.local:
-        return replace(first, baseline_bytes=take_baseline(first.name).bytes)
-    others = [i for i in range(torch.accelerator.device_count()) if i != first.index]
-    name = f"{first.name.partition(':')[0]}:{others[ranks.local - 1]}"
-    leases = None
-    if not settings.share:
-        leases = Leases(
-            find_lease_folder(), wait_s=settings.wait_s, holder=f"rank {ranks.rank} of a training"
-        )
-        _LEASES.append(leases)
-    chosen = detect_best_device(name, leases=leases)
+def find_rank_device(ranks: Ranks, first: DeviceFacts) -> DeviceFacts:
+    """Find the device of a rank, where the first one on this host has `first`: one of those that
+    were leased beside it; where nothing was leased, the others by their index. Raises
+    DeviceError."""
+    chosen = first
+    if first.index is not None and ranks.local:
+        kind, here = first.name.partition(":")[0], range(torch.accelerator.device_count())
+        others = first.beside or [f"{kind}:{i}" for i in here if i != first.index]
+        chosen = detect_best_device(others[ranks.local - 1])
     return replace(chosen, baseline_bytes=take_baseline(chosen.name).bytes)
 
 
-_LEASES: list[Leases] = []
+def count_leases(launch: LaunchConfig) -> int | None:
+    """Return how many GPUs of this host the first process of a training holds for all of them;
+    None: all that are here."""
+    return 1 if is_launched() or launch.machines else launch.count

@@ -216,7 +216,7 @@ def main(folder: Path) -> None:
             events = _Events(folder, ranks)
             logging.getLogger("headroom").addHandler(events)
             logging.getLogger("headroom").setLevel(logging.INFO)
-            device = find_rank_device(ranks, first, job.config.device)
+            device = find_rank_device(ranks, first)
             facts = train_together(
                 job,
                 device,

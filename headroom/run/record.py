@@ -156,8 +156,8 @@ class Record(Recording):
         start = replace(start, steps=plan.steps, epochs=plan.epochs)
         start = start.mark_as_retry(self._claim.earlier)
         self._announce(start, device, steps=plan.steps, epochs=plan.epochs)
-        if self.leases.is_held:
-            self._held.enter_context(self._take_device_slot(device.uuid or device.name))
+        for leased in self.leases.devices:
+            self._held.enter_context(self._take_device_slot(leased))
         return measured
 
     def _go_on(self) -> dict[str, float] | None:

@@ -1,6 +1,7 @@
 """Removes from MLflow what `keep_days` of mlflow.yaml has no room for: runs of this host that ended
 longer ago, with their points, files and models. Some stay: those that others build on, and those
-that MLflow lacks a part of. Part of `flows.tidy`; no process that trains imports it.
+that MLflow lacks a part of. A removal that was interrupted is completed by the next one: a tag says
+of a run that it goes. Part of `flows.tidy`; no process that trains imports it.
 
 `python -m headroom.tracking.old_runs` lists them all at once, and removes them where asked to.
 """
@@ -18,12 +19,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow.entities import LifecycleStage, Run, ViewType
 from mlflow.exceptions import MlflowException
 
 from headroom.base.event_log import SENDING_LOCK, TRAINING_LOCK, is_sent, remove_folder
 from headroom.base.file_lock import FileLock, is_held
-from headroom.tracking.mlflow_store import explain_error
+from headroom.tracking.mlflow_store import explain_error, may_answer_later
 from headroom.tracking.orphaned_runs import answer_tidy
 from headroom.tracking.query_runs import COMPARISON
 from headroom.tracking.tracking_settings import TrackingSettings
@@ -32,6 +33,7 @@ DAY_S = 24 * 60 * 60
 PAGE = 100  # runs that are read at once, each with all that it has measured
 LOCKS = (TRAINING_LOCK, SENDING_LOCK)
 ENDED = ("FINISHED", "FAILED", "KILLED")
+REMOVAL = "removal"  # the tag of a run that is deleted, and perhaps not yet all of it
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ def remove_old_runs(
         return
     before_ms = int((time.time() - where.keep_days * DAY_S) * 1000)
     removed: set[str] = set()
+    for run in _find_half_removed(client, experiments):
+        old = _remove_run(client, where, run, does=does)
+        if old is not None:
+            yield old
     old_runs = _find_old_runs(client, experiments, before_ms)
     # The run of a comparison is as old as what it holds.
     for run in sorted(old_runs, key=lambda run: COMPARISON in run.data.tags):
@@ -69,9 +75,15 @@ def remove_old_runs(
             yield old
 
 
+def _find_half_removed(client: MlflowClient, experiments: list[str]) -> list[Run]:
+    """Return the runs of this host whose removal was interrupted: MLflow shows them no more."""
+    query = f"tags.{REMOVAL} = 'keep_days' and tags.host = '{_quote(socket.gethostname())}'"
+    return [*_search(client, experiments, query, ViewType.DELETED_ONLY)]
+
+
 def _find_old_runs(client: MlflowClient, experiments: list[str], before_ms: int) -> list[Run]:
     """Return the runs of this host that ended before that time, the oldest first."""
-    host = socket.gethostname().replace("'", "")
+    host = _quote(socket.gethostname())
     query = f"attributes.end_time < {before_ms} and tags.host = '{host}'"
     return [
         run
@@ -81,12 +93,17 @@ def _find_old_runs(client: MlflowClient, experiments: list[str], before_ms: int)
     ]
 
 
-def _search(client: MlflowClient, experiments: list[str], query: str) -> Iterator[Run]:
+def _search(
+    client: MlflowClient,
+    experiments: list[str],
+    query: str,
+    which: str = ViewType.ACTIVE_ONLY,
+) -> Iterator[Run]:
     token = None
     while True:
         order = ["attributes.start_time ASC"]
         found = client.search_runs(
-            experiments, query, max_results=PAGE, order_by=order, page_token=token
+            experiments, query, which, max_results=PAGE, order_by=order, page_token=token
         )
         yield from found
         token = found.token
@@ -132,12 +149,18 @@ def _find_children(client: MlflowClient, experiments: list[str], run: Run) -> se
 def _remove_run(
     client: MlflowClient, where: TrackingSettings, run: Run, *, does: bool
 ) -> OldRun | None:
-    """Remove a run and its folder; None where that is in use, or has something to send."""
+    """Remove a run and its folder; None where that is in use, or has something to send, and where
+    another process is faster. Raises what a store raises that is away: so are all other runs."""
     name = run.data.tags.get("journal", "")
     folder = Path(where.runs) / Path(name).name  # anybody's text: only a folder of ours is opened
     has_folder = bool(name) and folder.is_dir()
-    if has_folder and (not is_sent(folder) or any(is_held(folder / lock) for lock in LOCKS)):
-        return None
+    is_half = run.info.lifecycle_stage == LifecycleStage.DELETED
+    if is_half and not (has_folder or where.keeps_files):
+        return None  # the rest is for `mlflow gc`
+    if has_folder:
+        is_kept = not is_half and not is_sent(folder)  # of half a folder that is not known
+        if is_kept or any(is_held(folder / lock) for lock in LOCKS):
+            return None
     models = [model.model_id for model in (run.outputs.model_outputs if run.outputs else [])]
     places = [*_find_places(client, run, models), *([folder] if has_folder else [])]
     size = sum(_measure_bytes(place) for place in places)
@@ -150,16 +173,30 @@ def _remove_run(
             locks = [held.enter_context(FileLock(folder / lock)) for lock in LOCKS]
             if not all(lock.take(f"process {os.getpid()}, which removes it") for lock in locks):
                 return None
-        # What another host goes on with says so in MLflow first.
-        if client.get_run(run.info.run_id).info.status not in ENDED:
-            return None
         try:
-            _remove_from_mlflow(client, where, run.info.run_id, models)
+            # What another host goes on with says so in MLflow first.
+            now = client.get_run(run.info.run_id)
+            if now.info.status not in ENDED or (
+                now.info.lifecycle_stage != run.info.lifecycle_stage
+            ):
+                return None
+            _hide(client, now, models)
             if has_folder:
                 remove_folder(folder)
+            if where.keeps_files:
+                _free(client, run.info.run_id, models)
         except Exception as error:  # of any store, or of files
+            if may_answer_later(error, where):
+                raise
+            if _is_gone(error):
+                return None
             return OldRun(old.name, old.run_id, age_s, size, explain_error(error, where))
     return old
+
+
+def _is_gone(error: Exception) -> bool:
+    """Return whether MLflow does not know what was asked for: another process has removed it."""
+    return isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
 def _find_places(client: MlflowClient, run: Run, models: Sequence[str]) -> list[Path]:
@@ -180,32 +217,42 @@ def _measure_bytes(place: Path) -> int:
     return sum(sizes)
 
 
-def _remove_from_mlflow(
-    client: MlflowClient, where: TrackingSettings, run_id: str, models: Sequence[str]
-) -> None:
-    """Delete the run as MLflow's pages do, and where the store is a database, free what it takes.
+def _hide(client: MlflowClient, run: Run, models: Sequence[str]) -> None:
+    """Delete the run as MLflow's pages do, and its models. The tag comes first, by which the next
+    removal finds what this one does not come to."""
+    if run.info.lifecycle_stage != LifecycleStage.DELETED:
+        client.set_tag(run.info.run_id, REMOVAL, "keep_days")
+        client.delete_run(run.info.run_id)
+    for model in models:
+        try:
+            client.delete_logged_model(model)
+        except MlflowException as error:
+            if not _is_gone(error):
+                raise
+
+
+def _free(client: MlflowClient, run_id: str, models: Sequence[str]) -> None:
+    """Free what they take where the store is a database, the run last, which names its models.
 
     A tracking server's store is only there for `mlflow gc` beside it.
     """
-    for model in models:
-        client.delete_logged_model(model)
-    client.delete_run(run_id)
-    if where.keeps_files:
-        # Not the command: unless it is told which, it also removes what people have deleted and may
-        # want back.
-        from mlflow.cli import _gc_tracking_resources
+    # Not the command: unless it is told which, it also removes what people have deleted and may
+    # want back.
+    from mlflow.cli import _gc_tracking_resources
 
-        store = client._tracking_client.store
-        with redirect_stdout(StringIO()):  # which has our answers
+    store = client._tracking_client.store
+    with redirect_stdout(StringIO()):  # which has our answers
+        for runs, logged in (([], [*models]), ([run_id], [])):
             _gc_tracking_resources(
                 backend_store=store,
-                run_ids=[run_id],
+                run_ids=runs,
                 experiment_ids=None,
-                logged_model_ids=[*models],
+                logged_model_ids=logged,
                 older_than=None,
                 time_delta=0,
                 skip_experiments=True,
                 skip_logged_models=False,
+                ignore_not_found=True,
             )
 
 

@@ -67,6 +67,48 @@ def test_whoever_has_it_is_named_and_another_device_is_taken(tmp_path: Path) -> 
     assert third.take(["GPU-1", "GPU-2"]) == "GPU-1"
 
 
+HOLDS_TWO = HOLDS.replace("take(devices)", "take(devices, beside=devices, more=1)").replace(
+    """    inside = place / f"inside-{device}"
+    inside.touch(exist_ok=False)  # fails where another is inside
+    time.sleep(0.002)
+    inside.unlink()
+""",
+    """    assert leases.devices[0] == device and len({*leases.devices}) == 2
+    for one in leases.devices:
+        (place / f"inside-{one}").touch(exist_ok=False)
+    time.sleep(0.002)
+    for one in leases.devices:
+        (place / f"inside-{one}").unlink()
+""",
+)
+
+
+def test_those_that_need_two_wait_for_no_one_who_waits_for_them(tmp_path: Path) -> None:
+    """Two trainings of two processes each held one GPU, and waited for the other's for a day."""
+    devices = [f"GPU-{n}" for n in range(3)]
+    processes = [_start(tmp_path, HOLDS_TWO, "15", *devices[n:], *devices[:n]) for n in range(3)]
+    processes += [_start(tmp_path, HOLDS, "15", *devices) for _ in range(2)]
+    for process in processes:
+        process.communicate(timeout=200)
+    assert [process.returncode for process in processes] == [0] * 5
+    assert not list((tmp_path / "leases").glob("*.ticket"))
+
+
+def test_of_two_none_is_held_while_the_other_is_anothers(tmp_path: Path) -> None:
+    first, pair, single = (_leases(tmp_path, holder=f"run {i}") for i in range(3))
+    first.take(["GPU-2"])
+    with pytest.raises(DevicesBusyError, match="^GPU-2 is held by run 0$"):
+        pair.take(["GPU-1", "GPU-2"], beside=["GPU-1", "GPU-2"], more=1)
+    assert not pair.is_held and pair.devices == []
+    assert single.take(["GPU-1", "GPU-2"]) == "GPU-1"
+    single.close()
+    first.close()
+    assert pair.take(["GPU-2"], beside=["GPU-1", "GPU-2"], more=1) == "GPU-2"
+    assert pair.devices == ["GPU-2", "GPU-1"]
+    with pytest.raises(DevicesBusyError, match="^GPU-1 is held by run 1$"):
+        single.take(["GPU-1"])
+
+
 KEEPS = """
 import os, sys, time
 from pathlib import Path

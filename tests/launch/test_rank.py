@@ -122,7 +122,7 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool 
     sys.path.insert(0, os.environ["TESTS_PATH"])
     config, losses = _config(sections, folder), {}
     device, data = (
-        find_rank_device(read_ranks_from_environment(), detect_best_device("cpu"), config.device),
+        find_rank_device(read_ranks_from_environment(), detect_best_device("cpu")),
         prepare_dataset(_config(sections, folder).data),
     )
     calls = itertools.count(1)

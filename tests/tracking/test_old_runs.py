@@ -3,14 +3,18 @@
 import socket
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, Metric
+from sqlalchemy.exc import OperationalError
 
+from headroom.base.event_log import is_sent, remove_folder
 from headroom.base.file_lock import FileLock
+from headroom.tracking import old_runs
 from headroom.tracking.mlflow_store import open_experiment
 from headroom.tracking.old_runs import OldRun, remove_old_runs
 from headroom.tracking.tracking_settings import TrackingSettings
@@ -68,8 +72,7 @@ def _add_model(client: MlflowClient, run_id: str) -> str:
 
 
 def _remove(client: MlflowClient, where: TrackingSettings, *, does: bool = True) -> list[OldRun]:
-    ids = [experiment.experiment_id for experiment in client.search_experiments()]
-    return [*remove_old_runs(client, where, ids, does=does)]
+    return [*remove_old_runs(client, where, _list_ids(client), does=does)]
 
 
 def _list_names(where: TrackingSettings) -> set[str]:
@@ -168,6 +171,104 @@ def test_what_people_have_deleted_themselves_stays_where_they_can_restore_it(
     client.restore_experiment(experiment)
     with closing(sqlite3.connect(str(where.database))) as opened:
         assert opened.execute("SELECT count(*) FROM logged_models").fetchone() == (1,)
+
+
+STEPS = {  # of a removal, by what does them; `client` and `store` stand for those of the test
+    "set_tag": "client",
+    "delete_run": "client",
+    "delete_logged_model": "client",
+    "remove_folder": "old_runs",
+    "_hard_delete_logged_model": "store",
+    "_hard_delete_run": "store",
+}
+
+
+class Killed(BaseException):
+    """No `except Exception` sees it, as a kill -9."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_removal_that_is_cut_off_is_completed_by_the_next(
+    client: MlflowClient, where: TrackingSettings, moment: str
+) -> None:
+    """A run that was deleted, and not yet freed, was found by nobody any more."""
+    owners = {"client": client, "old_runs": old_runs, "store": client._tracking_client.store}
+    new = _make_run(client, where, "new", days=1)
+    for step, owner in STEPS.items():
+        run_id = _make_run(client, where, step)
+        model = _add_model(client, run_id)
+        true = getattr(owners[owner], step)
+
+        def cut_off(*args: object, true: Callable[..., object] = true) -> None:
+            if moment == "after":
+                true(*args)
+            raise Killed
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(owners[owner], step, cut_off)
+            _remove(client, where)
+        is_listed = any(r.info.run_id == run_id for r in client.search_runs(_list_ids(client)))
+        folder = Path(where.runs) / step
+        assert not is_listed or (client.get_logged_model(model) and is_sent(folder))
+        assert [old.problem for old in _remove(client, where)] == (
+            [] if (step, moment) == ("_hard_delete_run", "after") else [""]
+        )
+        assert not folder.exists() and _list_names(where) == {"new"}
+        with closing(sqlite3.connect(str(where.database))) as opened:
+            assert opened.execute("SELECT count(*) FROM logged_models").fetchone() == (0,)
+        files = [path for path in Path(where.artifacts).rglob("*") if path.is_file()]
+        assert all(new in str(path) for path in files)
+    assert _remove(client, where) == []
+
+
+def test_half_a_folder_keeps_no_run(client: MlflowClient, where: TrackingSettings) -> None:
+    """Cut off in the middle of its folder, it could no longer say that all of it was sent."""
+    _make_run(client, where, "old")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(old_runs, "remove_folder", _cut_off_in_folder)
+        _remove(client, where)
+    assert [old.name for old in _remove(client, where)] == ["old"]
+    assert _list_names(where) == set() and not (Path(where.runs) / "old").exists()
+
+
+def _cut_off_in_folder(folder: Path) -> None:
+    for name in ("events.jsonl", "sent.json"):
+        (folder / name).unlink()
+    raise Killed
+
+
+def test_what_another_removal_has_removed_meanwhile_is_no_problem(
+    client: MlflowClient, where: TrackingSettings
+) -> None:
+    """Of two that ran at once, one ended with the error of a run that is not there."""
+    for name in ("a", "b"):
+        _make_run(client, where, name)
+        remove_folder(Path(where.runs) / name)  # nor does a lock keep them apart
+    first = remove_old_runs(client, where, _list_ids(client), does=True)
+    assert next(first).name == "a"
+    assert [old.name for old in _remove(client, where)] == ["b"]
+    assert [*first] == [] and _list_names(where) == set()
+
+
+def test_of_a_store_that_goes_away_one_sentence_is_told(
+    client: MlflowClient, where: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for each of the runs again, and each said so."""
+    for name in ("a", "b", "c"):
+        _make_run(client, where, name)
+
+    def away(*_: object) -> None:
+        raise OperationalError("UPDATE runs", {}, sqlite3.OperationalError("database is locked"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "delete_run", away)
+        with pytest.raises(OperationalError):
+            _remove(client, where)
+    assert {old.name for old in _remove(client, where)} == {"a", "b", "c"}
+
+
+def _list_ids(client: MlflowClient) -> list[str]:
+    return [experiment.experiment_id for experiment in client.search_experiments()]
 
 
 def test_tidy_tells_of_old_runs_and_removes_them_only_with_yes(
