@@ -10,6 +10,7 @@ benchmarks/results.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from datetime import date
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 from unittest.mock import patch
 
@@ -51,6 +52,8 @@ FIRST = ("--train.epochs", "1", "--run.name", "first")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TURNS = 3
 AT_ONCE = 8
+BLOCK_STEPS = 20  # of a loop, with a record and without
+SHORT_STEPS = 10  # of a run whose chart shows what a page takes without its points
 RUNS_BAR_S, COMPARE_BAR_S, PAGE_BAR_S = 1.0, 3.0, 3.0
 # What a run has in MLflow's tables: what is another one in each copy, else it is copied. `c` is the
 # row of the copy, with its number `n` and its run `id`.
@@ -365,9 +368,10 @@ after {all_s["none"]} with next to none: the median of {TURNS} turns' ratios is 
 later). Load: {describe_load()}."""
 
 
-def log_points(place: Place, *, names: int, steps: int) -> Logged:
-    """Log so many metrics at each of so many steps to a run of their own, by the door that a
-    training has to MLflow and its own sending process, and wait until that has ended."""
+@contextmanager
+def open_record(place: Place, name: str) -> Iterator[Journal]:
+    """Yield the record of a run of that name, by the door that a training has to MLflow, and with
+    its own sending process."""
     where = TrackingSettings.model_validate(
         {
             "tracking_uri": place.uri,
@@ -377,22 +381,87 @@ def log_points(place: Place, *, names: int, steps: int) -> Logged:
             "required": True,
         }
     )
-    name = f"{names} names, {steps} steps"
     with Journal(where, place.runs / name.replace(", ", "-").replace(" ", "-")) as journal:
         journal.open(None)
         journal.create(name=name, params={}, tags={})
+        yield journal
+
+
+def end_record(journal: Journal) -> None:
+    """End the run, and wait until MLflow has all of it."""
+    journal.close({"status": "FINISHED", "name": "", "params": {}, "tags": {}, "metrics": {}})
+
+
+def name_metrics(count: int) -> list[str]:
+    return [f"train/m{n:04d}" for n in range(count)]
+
+
+def log_points(place: Place, *, names: int, steps: int) -> Logged:
+    """Log so many metrics at each of so many steps to a run of their own, and wait until MLflow has
+    them."""
+    with open_record(place, f"{names} names, {steps} steps") as journal:
         sender = psutil.Process(children_of_this()[-1])
-        metrics = [f"train/m{n:04d}" for n in range(names)]
+        metrics = name_metrics(names)
         began_s = time.process_time()
         for step in range(1, steps + 1):
             journal.log({key: step / (n + 1) for n, key in enumerate(metrics)}, step)
         logging_s = time.process_time() - began_s
         with watch_cpu(sender) as spent:
-            journal.close(
-                {"status": "FINISHED", "name": name, "params": {}, "tags": {}, "metrics": {}}
-            )
+            end_record(journal)
         run_id, experiment_id = journal.run_id, journal.experiment_id
     return Logged(run_id, experiment_id, logging_s, spent[-1])
+
+
+def make_step() -> Callable[[], None]:
+    """Return a training step of a small net, of some 5 ms on one thread."""
+    torch.set_num_threads(1)
+    net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    x, y = torch.randn(512, 256), torch.randint(10, (512,))
+
+    def train() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    return train
+
+
+def measure_step(place: Place, *, names: int, steps: int) -> str:
+    """Train with a record of so many metrics a step and without, in turns of some steps each."""
+    train, metrics = make_step(), name_metrics(names)
+    with open_record(place, f"{names} names, {steps} trained steps") as journal:
+        done = iter(range(1, 2 * steps + 1))
+
+        def keep(values: Mapping[str, float]) -> None:
+            journal.log(values, next(done))
+
+        def run_block(log: Callable[[Mapping[str, float]], None]) -> tuple[float, float]:
+            began, began_cpu = time.perf_counter(), time.thread_time()
+            for _ in range(BLOCK_STEPS):
+                train()
+                log({key: 1 / (n + 1) for n, key in enumerate(metrics)})
+            return time.perf_counter() - began, time.thread_time() - began_cpu
+
+        gc.freeze()
+        blocks = {"without": lambda: run_block(lambda _: None), "with": lambda: run_block(keep)}
+        found = in_turns(blocks, steps // BLOCK_STEPS)
+        end_record(journal)
+    step_ms = 1000 * median(cpu for _, cpu in found["without"]) / BLOCK_STEPS
+    wall, cpu = (
+        [bare[at] / kept[at] for bare, kept in zip(found["without"], found["with"], strict=True)]
+        for at in (0, 1)
+    )
+    return f"""
+A step of {step_ms:.1f} ms that logs {names:,} metrics keeps {describe_ratios(wall)} of its
+speed by the clock, and {describe_ratios(cpu)} by the processor time of the thread that trains
+({len(cpu)} turns of {BLOCK_STEPS} steps; bar: 0.995). Load: {describe_load()}."""
+
+
+def describe_ratios(ratios: Sequence[float]) -> str:
+    low, _, high = quantiles(ratios, n=4)
+    error = 1.253 * (high - low) / 1.349 / len(ratios) ** 0.5  # of a median, as of a normal law
+    return f"{median(ratios):.4f} +- {error:.4f}"
 
 
 @dataclass(frozen=True)
@@ -450,18 +519,35 @@ def measure_logged(store: str, names: int, steps: int, kept: Path | None) -> Ite
 {names:,} metrics at each of {steps:,} steps: {names * steps:,} points, of which MLflow has
 {found:,}. A log call takes {1e6 * logged.logging_s / steps:,.0f} us of processor time; the sending
 process took {logged.cpu_s:.1f} s in all, with its start and its report. Load: {describe_load()}."""
+        yield measure_step(place, names=names, steps=steps)
+        short = log_points(place, names=names, steps=SHORT_STEPS)
         with open_pages(place) as address:
-            base = address.partition("/#/")[0]
-            path = f"{make_run_path(logged.experiment_id, logged.run_id)}".replace(
-                "?", "/model-metrics?"
-            )
-            picture = Path(tempfile.gettempdir()) / f"scale-{names}-{store}.png"
-            took_s = measure_page(
-                base + path, lambda page: page.locator(".js-plotly-plot").first.wait_for(), picture
-            )
+            pages = {
+                run: partial(measure_chart, address, run, f"scale-{names}-{store}")
+                for run in (logged, short)
+            }
+            took_s = in_turns(pages, TURNS, warm_up=False)
         yield f"""
-The first chart of the run's page in MLflow is there after {median(took_s):.2f} s, at the least
-{min(took_s):.2f} s (bar: 1 s). Load: {describe_load()}."""
+The first chart of the run's page in MLflow is there after {describe_range(took_s[logged])} s
+(bar: 1 s). Of a run that has {SHORT_STEPS} points of each metric, in turns with it:
+{describe_range(took_s[short])} s. Load: {describe_load()}."""
+
+
+def measure_chart(address: str, logged: Logged, picture: str) -> float:
+    """Return the seconds to the first chart of the run's page, in a browser that has been there."""
+    path = make_run_path(logged.experiment_id, logged.run_id).replace("?", "/model-metrics?")
+    file = Path(tempfile.gettempdir()) / f"{picture}.png"
+    return median(
+        measure_page(
+            address.partition("/#/")[0] + path,
+            lambda page: page.locator(".js-plotly-plot").first.wait_for(),
+            file,
+        )
+    )
+
+
+def describe_range(took_s: Sequence[float]) -> str:
+    return f"{median(took_s):.2f} ({min(took_s):.2f} to {max(took_s):.2f})"
 
 
 def measure_begin(store: str, count: int, kept: Path | None) -> Iterator[str]:
