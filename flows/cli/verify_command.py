@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headroom.base.import_paths import describe_error
 from headroom.base.program import Parser, print_answer
 from headroom.base.units import make_printable
 from headroom.process import signals
@@ -46,15 +46,13 @@ def main(argv: Sequence[str]) -> int:
         flip = None if options.flip is None else _parse_flip(options.flip)
         signals.enable_signal_exceptions()  # from here on a folder is to be removed
         found = verify_run(Path(run.folder), begin=options.begin, steps=options.steps, flip=flip)
-    except (ConfigError, TrackingError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, SystemExit):  # a signal
         print(signals.describe_signal(), file=sys.stderr)
         return signals.find_exit_code() or 130
     except Exception as error:  # 1 would say that something differs
-        traceback.print_exc()
-        print(f"not verified: trained anew, it failed: {type(error).__name__}", file=sys.stderr)
+        is_ours = isinstance(error, ValueError) and type(error).__module__ != "builtins"
+        said = str(error) if is_ours else f"RUN: not verified: {describe_error(error)}"
+        print(said, file=sys.stderr)
         return 2
     finally:
         signals.disable_signal_exceptions()

@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from headroom.base.event_log import LOG, read_begins, read_end, read_metric_batches
 from headroom.base.facts import DataFacts, DeviceFacts
+from headroom.base.file_lock import FileLock, is_held
 from headroom.base.units import make_printable
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
@@ -52,6 +54,9 @@ LOGGED = ("train/", "val/")  # of the model; the others are of the machine
 # Settings that a step depends on, but for:
 OF_STEPS = ("data.", "model.", "optim.", "train.", "launch.processes", "launch.nodes")
 ELSEWHERE = ("data.path", "data.cache", "data.memory_mib", "data.target_transform", "train.end")
+
+SCRATCH, LOCK = "headroom-verify-", "lock"  # begin of a temporary folder's name, file in it
+LEFT_S = 60.0  # after which an unlocked one is of a process that was killed
 
 
 @dataclass(frozen=True)
@@ -219,8 +224,10 @@ def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
         show_waiting=_show_waiting,
     )
     threads = torch.get_num_threads()
-    scratch = Path(tempfile.mkdtemp(prefix="headroom-verify-"))
-    try:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(_make_scratch())
+        stack.callback(leases.close)
+        stack.callback(torch.set_num_threads, threads)
         if not Path(config.data.cache).is_dir():
             config = override_config(config, {"data.cache": str(scratch / "data")})
         device = detect_best_device(
@@ -233,9 +240,23 @@ def open_retraining(recorded: Recorded, begin: int) -> Iterator[Retraining]:
         if then.isdecimal() and int(then) > 1:
             torch.set_num_threads(int(then))
         yield Retraining(config, device, data, recorded, begin, scratch)
+
+
+@contextmanager
+def _make_scratch() -> Iterator[Path]:
+    """Yield a folder that is removed afterwards; those of processes that were killed are, too."""
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/{LOCK}"):
+        with suppress(OSError):
+            about = left.stat()
+            is_old = time.time() - about.st_mtime > LEFT_S  # else it may be about to be taken
+            if is_old and about.st_uid == os.getuid() and not is_held(left):
+                shutil.rmtree(left.parent, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH))
+    try:
+        with FileLock(scratch / LOCK) as lock:
+            lock.take()
+            yield scratch
     finally:
-        torch.set_num_threads(threads)
-        leases.close()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from headroom.training.checkpoint_files import flatten_state, read_checkpoint
 from headroom.training.kept_steps import CHECKPOINTS, list_steps
 
-# What has a size; an accuracy jumps by a row, a rate by a patience. How far apart, relative, each
-# may be whatever the pair says: a loss follows the weights smoothly, but a gradient jumps where
-# a unit is switched on, and the first steps of Adam by its sign.
-LEAST = {"train/loss": 0.01, "val/loss": 0.01, "train/grad_norm": 0.1}
-PARTS = {"model": 0.1, "optimizer": 0.1, "random": 0.0}  # of a checkpoint
+# What has a size; an accuracy jumps by a row, a rate by a patience.
+SIZES = ("train/loss", "train/grad_norm", "val/loss")
+# How far apart, relative, such a thing may be whatever the pair says: rounding also decides whether
+# a unit is switched on, and in which direction Adam takes its first steps.
+LEAST = 0.1
+PARTS = {"model": LEAST, "optimizer": LEAST, "random": 0.0}  # of a checkpoint
 # Relative to a weight, by the precision that it is trained in: the last bit of what it becomes.
 NUDGES = {"fp32": 2**-23, "tf32": 2**-11, "bf16": 2**-8, "fp16": 2**-11}
 TIMES = 100  # as far apart as the pair is no rounding any more; honest ones: benchmarks/verify.py
@@ -77,7 +78,7 @@ def find_excess(
     for name, step in _select_sizes(then.values, now.values):
         if step in bounds:
             gap = _compare(then.values[name, step], now.values[name, step])
-            if gap > max(TIMES * bounds[step], LEAST[name]):
+            if gap > max(TIMES * bounds[step], LEAST):
                 return Excess(step, name, gap, bounds[step])
     found = [one.folder for one in (then, now, plain, nudged) if one.folder is not None]
     folders = [folder for folder in found if end in list_steps(folder / CHECKPOINTS)]
@@ -98,9 +99,8 @@ def _measure_pair(plain: Values, nudged: Values, moved_at: int) -> dict[int, flo
 def _select_sizes(*values: Values) -> list[tuple[str, int]]:
     """Return what all of them have logged that has a size, the earliest first."""
     common = set[tuple[str, int]].intersection(*({*one} for one in values))
-    names = [*LEAST]
     return sorted(
-        (at for at in common if at[0] in LEAST), key=lambda at: (at[1], names.index(at[0]))
+        (at for at in common if at[0] in SIZES), key=lambda at: (at[1], SIZES.index(at[0]))
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from headroom.comparison import bit_differences, verification
 from headroom.settings.read_settings import ConfigError
+from headroom.training.loop import StopRequest
 from tests.comparison.recorded_runs import record_training
 from tests.run_folders import append_lines, make_event, make_line
 
@@ -40,6 +41,22 @@ def test_an_honest_run_is_equal_and_is_only_read(tmp_path: Path) -> None:
     found = verification.verify_run(run, begin=0)
     assert found.difference is None and found.digest_steps == 12 and found.logged > 4
     assert hash_files(run) == before
+
+
+def test_a_run_that_was_gone_on_with_twice_is_equal(tmp_path: Path) -> None:
+    for steps in (4, 4, 99):
+        goes_on = iter([True] * steps)
+        run = record_training(
+            tmp_path / "run",
+            "cpu",
+            model={"args": {"dropout": 0.2}},
+            train={"max_steps": 12, "log_every": 1, "deterministic": True},
+            check_stop=lambda left=goes_on: None if next(left, 0) else StopRequest("leaves"),
+        )
+    for begin in (None, 0):
+        found = verification.verify_run(run, begin=begin)
+        assert found.difference is None and found.end == 12
+        assert found.digest_steps == found.end - found.begin
 
 
 def test_what_the_end_tells_of_the_best_weights_is_no_other_step(tmp_path: Path) -> None:
@@ -152,7 +169,7 @@ def test_what_is_larger_is_one_whatever_operations_vary(
     def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
         if step == 6:
             with torch.no_grad():
-                state.model.net.weight[3] *= -1
+                state.model.net.weight *= -1
 
     other = train_net(tmp_path / "other", "puts", end_step=end_step)
     first = verification.verify_run(other, begin=0).difference

@@ -1,9 +1,12 @@
 """What `flows.verify` answers, with its exit code; of runs that are not as they were, one line."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from hashlib import sha256
@@ -153,6 +156,52 @@ def test_an_interrupt_leaves_the_run_and_nothing_else(
     assert process.returncode == 130 and "Traceback" not in err, err
     assert not [*scratch.glob("headroom-verify-*")]
     assert {file: sha256(file.read_bytes()).digest() for file in _list_files(folder)} == before
+
+
+def test_what_a_killed_one_left_is_removed_by_the_next(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, desk: Callable[..., Any]
+) -> None:
+    folder = train(place)
+    scratch = tmp_path_factory.mktemp("scratch")
+    before = {file: sha256(file.read_bytes()).digest() for file in _list_files(folder)}
+    process: subprocess.Popen[str] = desk("mine", module="flows.verify", TMPDIR=str(scratch))
+    while process.poll() is None and not [*scratch.glob("headroom-verify-*/lock")]:
+        time.sleep(0.005)
+    process.kill()
+    process.communicate(timeout=100)
+    assert {file: sha256(file.read_bytes()).digest() for file in _list_files(folder)} == before
+    (left,) = scratch.glob("headroom-verify-*")
+    os.utime(left / "lock", (0, 0))
+    process = desk("mine", module="flows.verify", TMPDIR=str(scratch))
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and "equal to the bit" in out
+    assert not [*scratch.glob("headroom-verify-*")]
+
+
+def test_an_error_of_ones_own_model_is_one_line(
+    place: Path,
+    say: Callable[..., str],
+    tmp_path_factory: pytest.TempPathFactory,
+    own: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a traceback, or a ValueError's words alone."""
+    source = "from torch import nn\n\ndef make(input_shape, outputs):\n    "
+    source += "return nn.Sequential(nn.Flatten(), Layer())\n\nclass Layer(nn.Linear):\n    "
+    source += "def __init__(self):\n        super().__init__(64, 10)\n"
+    own("failing_nets", source)
+    train(place, model={"name": "failing_nets:make"})
+    scratch = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert say(0, "mine", "--from", "0")
+    for kind in ("ValueError", "RuntimeError"):
+        raising = "    def forward(self, x):\n        if len(x) < 3:\n            "
+        raising += f"return super().forward(x)\n        raise {kind}('no such layer')\n"
+        own("failing_nets", source + raising)
+        sys.modules.pop("failing_nets")
+        told = say(2, "mine", "--from", "0")
+        assert f"RUN: not verified: failing_nets.py:12: {kind}: no such layer" in told
+    assert not [*scratch.iterdir()]
 
 
 def _list_files(folder: Path) -> list[Path]:
