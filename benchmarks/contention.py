@@ -99,10 +99,8 @@ def _merge(passes: Sequence[Span]) -> list[Span]:
     found: dict[tuple[int, str], Span] = {}
     for one in passes:
         known = found.setdefault((one.pid, one.device), replace(one))
-        known.begin_s, known.end_s = (
-            min(known.begin_s, one.begin_s),
-            max(known.end_s, one.end_s),
-        )
+        known.begin_s = min(known.begin_s, one.begin_s)
+        known.end_s = max(known.end_s, one.end_s)
     return [*found.values()]
 
 

@@ -41,7 +41,7 @@ from sqlalchemy import create_engine, text
 from benchmarks.conditions import RESULTS, conditions
 from benchmarks.contention import WORDS, Contention, contend
 from benchmarks.turns import in_turns, median_ratio
-from headroom.prefect.local_prefect import share_server
+from headroom.prefect.local_prefect import LINGER_S, share_server
 from headroom.prefect.prefect_http import call_api
 from headroom.tracking.journal import Journal
 from headroom.tracking.mlflow_pages import make_run_path
@@ -54,6 +54,7 @@ TURNS = 3
 AT_ONCE = 8
 BLOCK_STEPS = 20  # of a loop, with a record and without
 SHORT_STEPS = 10  # of a run whose chart shows what a page takes without its points
+LEAVES_S = 60  # that a server may take to end itself on a host that is busy
 RUNS_BAR_S, COMPARE_BAR_S, PAGE_BAR_S = 1.0, 3.0, 3.0
 # What a run has in MLflow's tables: what is another one in each copy, else it is copied. `c` is the
 # row of the copy, with its number `n` and its run `id`.
@@ -569,8 +570,32 @@ def measure_soak(store: str, count: int, kept: Path | None) -> Iterator[str]:
         began_at = time.perf_counter()
         codes = [*pool.map(lambda n: start_training(place, n).wait(), range(count))]
         told = describe_ends(place, codes, time.perf_counter() - began_at)
-        left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(place.folder)]
-        yield f"\n{count} commands, {AT_ONCE} at once: {told} Processes left: {len(left)}."
+        yield f"\n{count} commands, {AT_ONCE} at once: {told} {watch_left_processes(place)}"
+
+
+def watch_left_processes(place: Place) -> str:
+    """Return which processes are left at the end, and which still after the time that Prefect's
+    server of single runs stays, for a run that may come."""
+    began_at, first = time.perf_counter(), name_processes(place)
+    left = first
+    while left and (waited_s := time.perf_counter() - began_at) < LINGER_S + LEAVES_S:
+        time.sleep(0.5)
+        left = name_processes(place)
+    if not first:
+        return "\nNo process is left."
+    still = f"after {waited_s:.0f} s {', '.join(left) or 'none'}"
+    return f"\nProcesses left at the end: {', '.join(first)}; {still}."
+
+
+def name_processes(place: Place) -> list[str]:
+    """Return the processes that work in that folder, with their age."""
+    named = []
+    for process in psutil.process_iter(["cwd", "cmdline", "create_time"]):
+        if process.info["cwd"] == str(place.folder):
+            words = [Path(word).name for word in process.info["cmdline"] or ["a zombie"]]
+            age_s = time.time() - process.info["create_time"]
+            named.append(f"`{' '.join(words[:4])}` ({age_s:.0f} s old)")
+    return named
 
 
 def make_training(number: int, *more: str) -> list[str]:
@@ -629,7 +654,7 @@ def measure_leases(store: str, count: int, kept: Path | None) -> Iterator[str]:
         yield f"""
 {count} commands begun within 10 s on {here} devices ({torch.cuda.get_device_name()}, PyTorch
 {torch.__version__}), every fourth for cuda:1 by name, the last two waiting no longer than 2 s,
-{kills} killed by kill -9 while they computed: {describe_contention(place, found, took_s)}"""
+{kills} killed by kill -9 while they computed:{describe_contention(place, found, took_s)}"""
 
 
 def word_lease(number: int, count: int) -> tuple[str, ...]:

@@ -87,13 +87,13 @@ def choose_device_name(settings: DeviceConfig, ranks: Ranks) -> str:
 
 def find_rank_device(ranks: Ranks, first: DeviceFacts) -> DeviceFacts:
     """Find the device of a rank, where the first one on this host has `first`: one of those that
-    were leased beside it; where nothing was leased, the others by their index. Raises
+    were leased beside it; where there are no more, the others by their index. Raises
     DeviceError."""
     chosen = first
     if first.index is not None and ranks.local:
         kind, here = first.name.partition(":")[0], range(torch.accelerator.device_count())
-        others = first.beside or [f"{kind}:{i}" for i in here if i != first.index]
-        chosen = detect_best_device(others[ranks.local - 1])
+        others = [*first.beside, *(f"{kind}:{i}" for i in here if i != first.index)]
+        chosen = detect_best_device(list(dict.fromkeys(others))[ranks.local - 1])
     return replace(chosen, baseline_bytes=take_baseline(chosen.name).bytes)
 
 

@@ -35,6 +35,7 @@ from headroom.base.facts import DataFacts, DeviceFacts, TrainFacts
 from headroom.data.preparation import prepare_dataset
 from headroom.data.source_data import DataError
 from headroom.device.detection import DeviceError, detect_best_device
+from headroom.device.leases import Leases, find_lease_folder
 from headroom.launch.launcher import AGAIN
 from headroom.launch.placement import choose_device_name, find_rank_device
 from headroom.ranks.ranks import (
@@ -260,11 +261,15 @@ def follow_lead(config: RunConfig) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lead has them all leave a checkpoint
     for number in (signal.SIGTERM, signal.SIGHUP):  # one that hangs says where
         signal.signal(number, lambda *_: faulthandler.dump_traceback_later(LEAVE_S, exit=True))
+    leases = Leases(
+        find_lease_folder(),
+        wait_s=config.device.wait_s,
+        holder=f"process {os.getpid()}, rank {ranks.rank} of a training",
+    )
     try:
-        device = replace(
-            facts := detect_best_device(choose_device_name(config.device, ranks)),
-            baseline_bytes=take_baseline(facts.name).bytes,
-        )
+        name = choose_device_name(config.device, ranks)
+        facts = detect_best_device(name, leases=None if config.device.share else leases)
+        device = replace(facts, baseline_bytes=take_baseline(facts.name).bytes)
         data = prepare_dataset(
             config.data, batch_size=config.train.batch_size, seed=config.train.seed
         )
@@ -281,6 +286,8 @@ def follow_lead(config: RunConfig) -> int:
             return AGAIN
         print(f"rank {ranks.rank}: failed: {error}", file=sys.stderr)
         return 1
+    finally:
+        leases.close()
     return 0
 
 

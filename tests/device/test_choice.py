@@ -4,9 +4,21 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
+from headroom.device import detection
 from headroom.device.checks import Adapter, Driver, Gpu, Holder, Machine
-from headroom.device.detection import Refusal, choose_device, find_name_problem, try_gpus
+from headroom.device.detection import (
+    Refusal,
+    choose_device,
+    detect_best_device,
+    find_name_problem,
+    try_gpus,
+)
+from headroom.device.leases import Leases
+from headroom.launch import placement
+from headroom.ranks.ranks import Ranks
+from headroom.watch.leaks import take_baseline
 
 GIB = 1024**3
 NVIDIA = Adapter("NVIDIA", "NVIDIA H200")
@@ -203,3 +215,30 @@ def test_whichever_gpu_is_never_the_cpu_and_says_why():
     assert choose_device(broken, "auto").name == "cpu"
     two = [gpu(0, 70), gpu(1, 80)]
     assert choose_device(tried(two), "gpu") == choose_device(tried(two), "auto")
+
+
+def test_several_gpus_are_leased_together_and_a_broken_one_is_none_of_them(monkeypatch, tmp_path):
+    seen = machine(gpu(0, 60), gpu(1, 70), gpu(2, 50))
+    works = {"cuda:0": True, "cuda:1": False}
+    monkeypatch.setattr(detection, "probe_machine", lambda env, touch: seen)
+    monkeypatch.setattr(detection, "try_gpu", lambda one: replace(one, computes=works[one.name]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1, 2))
+    leases = Leases(tmp_path, wait_s=0, holder="it")
+    for count, beside in ((1, ()), (2, ("cuda:2",)), (None, ("cuda:2",)), (4, ())):
+        facts = detect_best_device("cuda", leases=leases, count=count)
+        assert (facts.name, facts.beside) == ("cuda:0", beside)
+        assert leases.devices == [facts.name, *beside]
+
+
+def test_a_rank_gets_what_was_leased_for_it_and_else_the_others_in_order(monkeypatch):
+    cpu = choose_device(machine(), "cpu")
+    monkeypatch.setattr(placement, "detect_best_device", lambda name: replace(cpu, name=name))
+    monkeypatch.setattr(placement, "take_baseline", lambda name: take_baseline("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    leased = replace(cpu, name="cuda:1", kind="cuda", index=1, beside=("cuda:3",))
+    for first, names in (
+        (leased, ["cuda:1", "cuda:3", "cuda:0"]),
+        (replace(leased, beside=()), ["cuda:1", "cuda:0", "cuda:2"]),
+    ):
+        ranks = [Ranks(rank=n, size=3, local=n) for n in range(3)]
+        assert [placement.find_rank_device(one, first).name for one in ranks] == names
