@@ -186,6 +186,7 @@ class Comparer:
                 self._end_with(Difference(step, name, what))
 
     def get_outcome(self) -> Outcome:
+        """Return what came of the training, for a comparison by sizes."""
         return Outcome(self.values, self.folder)
 
     def diverge(self, message: str) -> None:
