@@ -124,7 +124,8 @@ def _describe(name: str, found: Verification) -> list[str]:
         verdict = f"{name}: not deterministic by: {', '.join(found.operations)}"
         why = [
             f"otherwise {where}",
-            "Nothing is further apart than rounding drives two trainings here, times a hundred.",
+            "Nothing is both a tenth of its size apart and a hundred times as far as rounding "
+            "drives two trainings here.",
             first.why,
             "That is no fault: they need not come out the same to the bit on this device. Set "
             "train.deterministic, where each of them has a deterministic kind.",

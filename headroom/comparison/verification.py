@@ -47,7 +47,12 @@ NAMING_STEPS = 3  # in which operations are named at least
 AS_RECORDED = "trained a second time here, it came out as in the run: the first time differs"
 ALIKE = "trained twice here, it came out the same both times: the run itself differs"
 OTHERWISE = "trained twice here, it came out otherwise each time"
-REPEATED = "trained twice here, they came out the same: another process may choose others of them"
+REPEATED = (
+    "trained twice here, it came out the same both times; another process may have chosen other "
+    "kernels of these operations"
+)
+NEAR = "trained a second time here, it came out near to the run: the first time differs"
+FAR = "trained twice here, it came out far from the run both times: the run itself differs"
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,7 @@ class Comparer:
                 self._end_with(Difference(step, name, what))
 
     def get_outcome(self) -> Outcome:
+        """Return what came of the training, for a comparison by sizes."""
         return Outcome(self.values, self.folder)
 
     def diverge(self, message: str) -> None:
@@ -267,18 +273,21 @@ def _judge_by_size(
     plain, nudged = (_train_through(again, end, nudges=nudges) for nudges in (False, True))
     then, now = Outcome(again.recorded.logged, again.recorded.folder), comparer.get_outcome()
     find = partial(find_excess, plain=plain, nudged=nudged, begin=again.begin, end=end)
-    excess = find(then, now)
+    try:
+        excess = find(then, now)
+        is_as_then = find(then, plain) is None
+    except DamagedCheckpoint as error:
+        return replace(found, difference=Difference(end, DAMAGED, str(error)))
     if excess is None:
         is_repeated = plain.values == now.values
         return replace(
             found, operations=names, difference=replace(first, why=REPEATED if is_repeated else "")
         )
-    is_as_then = find(then, plain) is None
     difference = Difference(
         excess.step,
         excess.name,
         _describe_excess(excess, names),
-        why=AS_RECORDED if is_as_then else ALIKE,
+        why=NEAR if is_as_then else FAR,
     )
     return replace(found, difference=difference)
 

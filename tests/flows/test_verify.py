@@ -195,7 +195,9 @@ def test_an_error_of_ones_own_model_is_one_line(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     assert say(0, "mine", "--from", "0")
     for kind in ("ValueError", "RuntimeError"):
-        raising = "    def forward(self, x):\n        if len(x) < 3:\n            "
+        raising = (
+            "    def forward(self, x):\n        if len(x) < 3 or not self.training:\n            "
+        )
         raising += f"return super().forward(x)\n        raise {kind}('no such layer')\n"
         own("failing_nets", source + raising)
         sys.modules.pop("failing_nets")
