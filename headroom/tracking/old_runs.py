@@ -97,7 +97,7 @@ def _search(
     client: MlflowClient,
     experiments: list[str],
     query: str,
-    which: str = ViewType.ACTIVE_ONLY,
+    which: int = ViewType.ACTIVE_ONLY,
 ) -> Iterator[Run]:
     token = None
     while True:
