@@ -30,8 +30,7 @@ examples:
   python -m flows.verify night --flip           # must say that something differs
 
 exit codes: 0 equal, 1 something differs, 2 bad input, or nothing to compare with, 3 something
-differs, but operations that are not deterministic on this device are named, and it is no larger
-than what they explain
+differs, but operations that are not deterministic on this device are named
 """
 
 
@@ -124,9 +123,6 @@ def _describe(name: str, found: Verification) -> list[str]:
         verdict = f"{name}: not deterministic by: {', '.join(found.operations)}"
         why = [
             f"otherwise {where}",
-            "Nothing is both a tenth of its size apart and a hundred times as far as rounding "
-            "drives two trainings here.",
-            first.why,
             "That is no fault: they need not come out the same to the bit on this device. Set "
             "train.deterministic, where each of them has a deterministic kind.",
         ]

@@ -1,8 +1,7 @@
 """Says whether a window of a run, trained anew, came out as it did then: by the digests that the
 run kept of its steps, by all that it logged, and by the whole state in its next checkpoint. Where
 something differs, it is trained once more, so that what this machine cannot repeat is not taken for
-a fault of the run; and operations that need not come out the same each time are named, as long as
-what differs is no larger than what they explain.
+a fault of the run; and operations that need not come out the same each time are named.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import isfinite, isnan, nan
+from math import isfinite, isnan
 from pathlib import Path
 
 from torch import Tensor
@@ -27,9 +25,7 @@ from headroom.comparison.retraining import (
     open_retraining,
     read_recorded,
 )
-from headroom.comparison.rounding_bounds import Excess, Outcome, WeightNudges, find_excess
 from headroom.comparison.unrepeatable_operations import ask_pytorch, collect_unrepeatable
-from headroom.device.detection import resolve_precision
 from headroom.settings.read_settings import ConfigError
 from headroom.training.checkpoint_files import DamagedCheckpoint, flatten_state, read_checkpoint
 from headroom.training.kept_steps import CHECKPOINTS
@@ -38,7 +34,6 @@ from headroom.training.train_state import TrainState
 from headroom.watch.step_metrics import Diverged
 
 STEPS = 1000  # of a window, where nobody says how many
-DAMAGED = "checkpoint"  # as a whole
 STATE = ("model", "optimizer", "scaler")  # of a checkpoint
 # The same where both were written on the same side of the evaluation at the end of an epoch, which
 # is a matter of when the one before was on disk. Where the best weights lie depends on that too.
@@ -47,12 +42,6 @@ NAMING_STEPS = 3  # in which operations are named at least
 AS_RECORDED = "trained a second time here, it came out as in the run: the first time differs"
 ALIKE = "trained twice here, it came out the same both times: the run itself differs"
 OTHERWISE = "trained twice here, it came out otherwise each time"
-REPEATED = (
-    "trained twice here, it came out the same both times; another process may have chosen other "
-    "kernels of these operations"
-)
-NEAR = "trained a second time here, it came out near to the run: the first time differs"
-FAR = "trained twice here, it came out far from the run both times: the run itself differs"
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ def verify_run(
     begin, end = choose_window(recorded, begin, steps)
     flip = _complete(flip, begin, end)
     with open_retraining(recorded, begin) as again:
-        comparer = Comparer(recorded, begin, flip, goes_on=not again.config.train.deterministic)
+        comparer = Comparer(recorded, begin, flip)
         found = _compare(again, end, comparer)
         if found.difference is not None:
             found = _judge(again, end, found, comparer)
@@ -125,20 +114,17 @@ def _complete(flip: Flip | None, begin: int, end: int) -> Flip | None:
 @dataclass
 class Comparer:
     """Compares each step of a training anew, and what is logged, with what the run has kept; the
-    first difference ends it, or else is kept."""
+    first difference ends it."""
 
     recorded: Recorded
     equal_step: int  # the last one known to be equal
     flip: Flip | None = None
-    goes_on: bool = False  # behind the first difference
     step: int = 0
     digest_steps: int = 0
     tensors: int = 0
     logged: int = 0
     difference: Difference | None = None
     taken: Mapping[str, Tensor] = field(default_factory=dict)  # of the step whose digests differ
-    values: dict[tuple[str, int], float] = field(default_factory=dict)  # logged
-    folder: Path | None = None  # of this training, once it is through
 
     def end_step(self, state: TrainState, step: int, loss: Tensor) -> None:
         """Compare the digests of this step, where the run has kept some."""
@@ -146,7 +132,7 @@ class Comparer:
         if self.flip is not None and self.flip.step == step:
             loss = _flip(state, loss, self.flip)
         then = self.recorded.digests.steps.get(step)
-        if then is None or self.difference is not None:
+        if then is None:
             return
         named = name_tensors(state, loss)
         now = {name: int(compute_digest(tensor)) for name, tensor in named.items()}
@@ -158,14 +144,9 @@ class Comparer:
             what = "its digest is another" if was_there else "it is only here"
             what = what if is_here else "it is only in the run"
             more = self._describe_others(step, len(differ) - 1)
-            self._end_with(Difference(step, differ[0], what, more=more))
-            return
-        self.equal_step = step
-
-    def _end_with(self, difference: Difference) -> None:
-        self.difference = self.difference or difference
-        if not self.goes_on:
+            self.difference = Difference(step, differ[0], what, more=more)
             raise WindowDone
+        self.equal_step = step
 
     def _describe_others(self, step: int, others: int) -> str:
         texts = [f"{others} more of its {self.tensors} tensors differ"] if others else []
@@ -176,18 +157,14 @@ class Comparer:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Compare what was logged at this step."""
         for name, value in metrics.items():
-            self.values[name, step] = value
             then = self.recorded.logged.get((name, step))
             if then is None or not name.startswith(LOGGED):
                 continue
             self.logged += 1
             if then != value and not (isnan(then) and isnan(value)):
                 what = f"{then!r} was logged, and is {value!r} now"
-                self._end_with(Difference(step, name, what))
-
-    def get_outcome(self) -> Outcome:
-        """Return what came of the training, for a comparison by sizes."""
-        return Outcome(self.values, self.folder)
+                self.difference = Difference(step, name, what)
+                raise WindowDone
 
     def diverge(self, message: str) -> None:
         """Compare that the loss is no number any more with what the run has logged from there on:
@@ -196,9 +173,6 @@ class Comparer:
         known = [at for (name, at), loss in logged if name == "train/loss" and isfinite(loss)]
         if self.difference is None and max(known, default=0) >= self.step:
             self.difference = Difference(self.step, "train/loss", f"only here: {message}")
-        for step in known:
-            if step >= self.step:
-                self.values.setdefault(("train/loss", step), nan)
 
 
 def _flip(state: TrainState, loss: Tensor, flip: Flip) -> Tensor:
@@ -219,7 +193,6 @@ def _compare(again: Retraining, end: int, comparer: Comparer) -> Verification:
     folder = None
     try:
         folder = again.train(end, end_step=comparer.end_step, log=comparer.log, keeps=has_state)
-        comparer.folder = folder
     except Diverged as error:
         comparer.diverge(str(error))
     found = Verification(
@@ -241,9 +214,8 @@ def _judge(again: Retraining, end: int, found: Verification, comparer: Comparer)
     """Return what was found with whose difference it is."""
     first = found.difference
     assert first is not None
-    may_vary = not again.config.train.deterministic and first.tensor != DAMAGED
-    if may_vary and (names := _name_operations(again, first.step)):
-        return _judge_by_size(again, end, found, comparer, names)
+    if not again.config.train.deterministic and (names := _name_operations(again, first.step)):
+        return replace(found, operations=names)
     if comparer.taken:
         return replace(found, difference=_explain_tensor(again, first, comparer.taken))
     second = _compare(again, end, Comparer(again.recorded, again.begin)).difference
@@ -261,63 +233,6 @@ def _name_operations(again: Retraining, last: int) -> tuple[str, ...]:
     with collect_unrepeatable() as names, suppress(Diverged):
         again.train(max(last, again.begin + NAMING_STEPS), end_step=end_step)
     return tuple(sorted(names))
-
-
-def _judge_by_size(
-    again: Retraining, end: int, found: Verification, comparer: Comparer, names: tuple[str, ...]
-) -> Verification:
-    """Return what was found by operations of these names: no fault, as long as nothing is larger
-    than what rounding comes to here."""
-    first = found.difference
-    assert first is not None
-    plain, nudged = (_train_through(again, end, nudges=nudges) for nudges in (False, True))
-    then, now = Outcome(again.recorded.logged, again.recorded.folder), comparer.get_outcome()
-    find = partial(find_excess, plain=plain, nudged=nudged, begin=again.begin, end=end)
-    try:
-        excess = find(then, now)
-        is_as_then = find(then, plain) is None
-    except DamagedCheckpoint as error:
-        return replace(found, difference=Difference(end, DAMAGED, str(error)))
-    if excess is None:
-        is_repeated = plain.values == now.values
-        return replace(
-            found, operations=names, difference=replace(first, why=REPEATED if is_repeated else "")
-        )
-    difference = Difference(
-        excess.step,
-        excess.name,
-        _describe_excess(excess, names),
-        why=NEAR if is_as_then else FAR,
-    )
-    return replace(found, difference=difference)
-
-
-def _train_through(again: Retraining, end: int, *, nudges: bool) -> Outcome:
-    """Return what comes out of the whole window, trained anew; nudges: with weights that are moved
-    as rounding does."""
-    comparer = Comparer(again.recorded, again.begin, goes_on=True)
-    weights = WeightNudges(resolve_precision(again.config.train.precision, again.device))
-
-    def end_step(state: TrainState, step: int, loss: Tensor) -> None:
-        comparer.step = step
-        if nudges:
-            weights.move(state.model)
-
-    try:
-        comparer.folder = again.train(
-            end, end_step=end_step, log=comparer.log, keeps=end in again.recorded.kept
-        )
-    except Diverged as error:
-        comparer.diverge(str(error))
-    return comparer.get_outcome()
-
-
-def _describe_excess(excess: Excess, names: tuple[str, ...]) -> str:
-    pair = f"at most {excess.pair:.1e}" if excess.pair else "not at all"
-    return (
-        f"it is {excess.apart:.1e} of its size apart, and two trainings here, one with weights "
-        f"moved as rounding does, were {pair}: more than {', '.join(names)} explains"
-    )
 
 
 def _explain_tensor(
@@ -356,7 +271,7 @@ def _compare_states(then: Path, now: Path, step: int) -> tuple[int, Difference |
     try:
         before = read_checkpoint(then / CHECKPOINTS, step)
     except DamagedCheckpoint as error:
-        return 0, Difference(step, DAMAGED, str(error))
+        return 0, Difference(step, "checkpoint", str(error))
     after = read_checkpoint(now / CHECKPOINTS, step)
     is_alike = before.about["position"] == after.about["position"]
     count = 0

@@ -132,48 +132,23 @@ def puts_later(input_shape, outputs): return Puts(5)
 """
 
 
-def train_net(folder: Path, net: str, *, steps: int = 12, end_step: Any = None) -> Path:
+def train_net(folder: Path, net: str) -> Path:
     """A run by an operation that need not come out the same."""
+    name = f"verified_nets:{net}"
     return record_training(
-        folder,
-        "cpu",
-        model={"name": f"verified_nets:{net}"},
-        train={"max_steps": steps, "log_every": 2},
-        end_step=end_step,
+        folder, "cpu", model={"name": name}, train={"max_steps": 12, "log_every": 2}
     )
 
 
-def test_what_rounding_explains_is_no_fault_of_operations_that_vary(
+def test_a_difference_by_operations_that_vary_is_told_with_both_values(
     tmp_path: Path, own: Callable[[str, str], None]
 ) -> None:
     own("verified_nets", NETS)
     run = train_net(tmp_path / "run", "puts")
-    for bit in (0, 5):
-        flip = verification.Flip(3, "weight/net.weight", 3, bit)
-        found = verification.verify_run(run, begin=0, flip=flip)
-        assert found.difference is not None and found.operations == ("index_put",)
-
-
-def test_what_is_larger_is_one_whatever_operations_vary(
-    tmp_path: Path, own: Callable[[str, str], None]
-) -> None:
-    """Any difference was excused, however large."""
-    own("verified_nets", NETS)
-    run = train_net(tmp_path / "run", "puts")
-    flip = verification.Flip(3, "weight/net.weight", 3, 30)
+    flip = verification.Flip(3, "weight/net.weight", 3, 20)
     found = verification.verify_run(run, begin=0, flip=flip)
-    first = found.difference
-    assert first is not None and first.why == verification.NEAR
-    assert not found.operations and "more than index_put explains" in first.what
-
-    def end_step(state: Any, step: int, loss: torch.Tensor) -> None:
-        if step == 6:
-            with torch.no_grad():
-                state.model.net.weight *= -1
-
-    other = train_net(tmp_path / "other", "puts", end_step=end_step)
-    first = verification.verify_run(other, begin=0).difference
-    assert first is not None and first.why == verification.FAR and first.step == 8
+    assert found.difference is not None and found.operations == ("index_put",)
+    assert " was logged, and is " in found.difference.what
 
 
 def test_an_operation_that_begins_later_is_named_where_it_may_be_the_cause(

