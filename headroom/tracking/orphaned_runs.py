@@ -300,7 +300,9 @@ def _find_run(client: MlflowClient, folder: Path) -> Run | None:
                 return run
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     name = folder.name.replace("'", "")
-    return next(iter(client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)), None)
+    runs = client.search_runs(ids, f"tags.journal = '{name}'", max_results=10)
+    # Of two that a request made which was asked again, one is empty: see `_is_double`.
+    return max(runs, key=lambda run: bool(run.data.metrics), default=None)
 
 
 def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:

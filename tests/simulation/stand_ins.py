@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil as real_psutil
 
-from tests.simulation.world import ROOM, Node, Opened, Pipe, PipeEnd, Process, World
+from tests.simulation.world import RENAME, ROOM, Node, Opened, Pipe, PipeEnd, Process, World
 
 HOST = "simulated"
 LEASES = "/leases"
@@ -146,7 +146,7 @@ class Path(PurePosixPath):
         to_parent, to_name = here.split(str(target))
         if to_parent.names.get(to_name) is not node:
             here.set_name(to_parent, to_name, node)
-            here.set_name(parent, name, None)
+            here.set_name(parent, name, None, of=RENAME)
             here.done()
         return Path(str(target))
 

@@ -245,6 +245,26 @@ ONCE_BROKEN = {
         faults=(Fault("any", 148, "pause", 20.0),),
         switch=0.0,
     ),
+    "a power cut took which of two runs it was, and the empty one was gone on with": History(
+        seed=4610686,
+        starts=(
+            Start(key="", points=8, pause_s=12.0, keeps_every=1, device=True, waits=False),
+            Start(
+                key="", by="late", points=1, pause_s=0.0, keeps_every=1, ends="left", waits=False
+            ),
+            Start(
+                after_s=0.1,
+                key="",
+                by="checkpoint",
+                points=1,
+                pause_s=0.0,
+                keeps_every=1,
+                waits=False,
+            ),
+        ),
+        faults=(Fault("server", 2, "twice"), Fault("rename", 18, "power")),
+        switch=0.0,
+    ),
 }
 
 

@@ -24,6 +24,7 @@ ROOM = 1 << 40
 CRASHES = (OSError, MlflowException)
 EPOCH_S = 1_700_000_000.0
 AGAIN_S = 2.0  # until a process may have the number of one that is gone
+RENAME = "rename"  # the second of the two names that it sets
 BOOT_S = 20.0  # that a host takes after the power is back
 
 
@@ -130,7 +131,8 @@ class World:
         self.failure: BaseException | None = None
         self.root = Node(is_dir=True, mode=0o755)
         self.nodes = 0
-        self.undo: list[tuple[str, Node, str, Node | None]] = []  # parent, name, what was there
+        # What a power cut may take back: of which call it is a part, parent, name, what was there.
+        self.undo: list[tuple[str, Node, str, Node | None]] = []
         self.synced = self.mono
         self.room = ROOM
         self.away_until = self.starved_until = 0.0
@@ -392,9 +394,9 @@ class World:
         self.set_name(parent, name, node)
         return node
 
-    def set_name(self, parent: Node, name: str, node: Node | None) -> None:
+    def set_name(self, parent: Node, name: str, node: Node | None, *, of: str = "") -> None:
         """Let a name of a folder be that node, or nothing; not durable yet."""
-        self.undo.append(("", parent, name, parent.names.get(name)))
+        self.undo.append((of, parent, name, parent.names.get(name)))
         old = parent.names.pop(name, None)
         if old is not None and node is None and self.room < ROOM:
             self.room += len(old.data) + old.reserved
@@ -458,6 +460,8 @@ class World:
             if process.kind != "person":
                 self.end_process(process, -9)
         kept = self.drawn.randint(0, len(self.undo))
+        if kept < len(self.undo) and self.undo[kept][0] == RENAME:
+            kept += 1  # a journal has both names or neither: never one file by two names
         for _, parent, name, old in reversed(self.undo[kept:]):
             parent.names.pop(name, None)
             if old is not None:
