@@ -124,8 +124,8 @@ def _describe_late() -> str:
     return f"its answer was not whole after {ANSWER_S:.0f} s"
 
 
-class _Pages:
-    """What came of pages that were asked for one after another."""
+class _Pages(threading.local):
+    """What came of pages that this thread has asked for one after another."""
 
     def __init__(self) -> None:
         self._last, self._began_s, self._bytes = b"", 0.0, 0

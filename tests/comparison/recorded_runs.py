@@ -6,7 +6,6 @@ from typing import Any
 
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
-from headroom.settings.read_settings import collect_params, select_params
 from headroom.settings.run_config import RunConfig
 from headroom.training.plan import make_plan
 from headroom.training.trainer import train
@@ -28,8 +27,7 @@ def record_training(
     data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     resumes = folder.is_dir()
     folder.mkdir(exist_ok=True)
-    params = select_params(collect_params(config))
-    append_lines(folder, make_event("begin", {"params": params}, unix_ms=1))
+    append_lines(folder, make_event("begin", {}, unix_ms=1))
     (folder / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     train(
         make_plan(config, detect_best_device(device), data),

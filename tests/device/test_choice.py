@@ -16,9 +16,6 @@ from headroom.device.detection import (
     try_gpus,
 )
 from headroom.device.leases import Leases
-from headroom.launch import placement
-from headroom.ranks.ranks import Ranks
-from headroom.watch.leaks import take_baseline
 
 GIB = 1024**3
 NVIDIA = Adapter("NVIDIA", "NVIDIA H200")
@@ -228,17 +225,3 @@ def test_several_gpus_are_leased_together_and_a_broken_one_is_none_of_them(monke
         facts = detect_best_device("cuda", leases=leases, count=count)
         assert (facts.name, facts.beside) == ("cuda:0", beside)
         assert leases.devices == [facts.name, *beside]
-
-
-def test_a_rank_gets_what_was_leased_for_it_and_else_the_others_in_order(monkeypatch):
-    cpu = choose_device(machine(), "cpu")
-    monkeypatch.setattr(placement, "detect_best_device", lambda name: replace(cpu, name=name))
-    monkeypatch.setattr(placement, "take_baseline", lambda name: take_baseline("cpu"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    leased = replace(cpu, name="cuda:1", kind="cuda", index=1, beside=("cuda:3",))
-    for first, names in (
-        (leased, ["cuda:1", "cuda:3", "cuda:0"]),
-        (replace(leased, beside=()), ["cuda:1", "cuda:0", "cuda:2"]),
-    ):
-        ranks = [Ranks(rank=n, size=3, local=n) for n in range(3)]
-        assert [placement.find_rank_device(one, first).name for one in ranks] == names

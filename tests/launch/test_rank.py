@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from headroom.base.facts import TrainFacts
 from headroom.data.preparation import prepare_dataset
 from headroom.device.detection import detect_best_device
+from headroom.launch import placement
 from headroom.launch.placement import find_rank_device
 from headroom.launch.rank import Job, train_together
 from headroom.ranks.ranks import Ranks, read_ranks_from_environment
@@ -20,6 +22,7 @@ from headroom.settings.run_config import RunConfig
 from headroom.training.admission import PastRuns
 from headroom.training.kept_steps import list_steps
 from headroom.training.loop import StopRequest
+from headroom.watch.leaks import take_baseline
 from headroom.watch.step_metrics import Diverged
 from tests.rank_processes import on_ranks
 
@@ -306,3 +309,19 @@ def test_a_process_that_trains_alone_agrees_with_itself() -> None:
     assert read_ranks_from_environment(
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     ) == Ranks(3, 4, 1)
+
+
+def test_a_rank_gets_what_was_leased_for_it_and_else_the_others_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = detect_best_device("cpu")
+    monkeypatch.setattr(placement, "detect_best_device", lambda name: replace(cpu, name=name))
+    monkeypatch.setattr(placement, "take_baseline", lambda name: take_baseline("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    leased = replace(cpu, name="cuda:1", kind="cuda", index=1, beside=("cuda:3",))
+    for first, names in (
+        (leased, ["cuda:1", "cuda:3", "cuda:0"]),
+        (replace(leased, beside=()), ["cuda:1", "cuda:0", "cuda:2"]),
+    ):
+        ranks = [Ranks(rank=n, size=3, local=n) for n in range(3)]
+        assert [placement.find_rank_device(one, first).name for one in ranks] == names

@@ -1,5 +1,6 @@
 """What `keep_days` removes from MLflow, on a real SQLite one, and what it leaves."""
 
+import shutil
 import socket
 import sqlite3
 import time
@@ -12,7 +13,6 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, Metric
 from sqlalchemy.exc import OperationalError
 
-from headroom.base.event_log import is_sent, remove_folder
 from headroom.base.file_lock import FileLock
 from headroom.tracking import old_runs
 from headroom.tracking.mlflow_store import open_experiment
@@ -209,7 +209,7 @@ def test_a_removal_that_is_cut_off_is_completed_by_the_next(
             _remove(client, where)
         is_listed = any(r.info.run_id == run_id for r in client.search_runs(_list_ids(client)))
         folder = Path(where.runs) / step
-        assert not is_listed or (client.get_logged_model(model) and is_sent(folder))
+        assert not is_listed or (client.get_logged_model(model) and (folder / "sent.json").exists())
         assert [old.problem for old in _remove(client, where)] == (
             [] if (step, moment) == ("_hard_delete_run", "after") else [""]
         )
@@ -243,7 +243,7 @@ def test_what_another_removal_has_removed_meanwhile_is_no_problem(
     """Of two that ran at once, one ended with the error of a run that is not there."""
     for name in ("a", "b"):
         _make_run(client, where, name)
-        remove_folder(Path(where.runs) / name)  # nor does a lock keep them apart
+        shutil.rmtree(Path(where.runs) / name)  # nor does a lock keep them apart
     first = remove_old_runs(client, where, _list_ids(client), does=True)
     assert next(first).name == "a"
     assert [old.name for old in _remove(client, where)] == ["b"]
