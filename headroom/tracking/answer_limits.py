@@ -40,7 +40,9 @@ class AnswerLimit(RuntimeError):
 
 def make_client(uri: str) -> MlflowClient:
     """Return a client of that store, whose server's answers are limited."""
-    setattr(request_utils, TCPKeepAliveHTTPAdapter.__name__, _LimitedAdapter)
+    if request_utils.TCPKeepAliveHTTPAdapter is not _LimitedAdapter:
+        setattr(request_utils, TCPKeepAliveHTTPAdapter.__name__, _LimitedAdapter)
+        request_utils._cached_get_request_session.cache_clear()  # those of before have no limit
     return MlflowClient(uri)
 
 

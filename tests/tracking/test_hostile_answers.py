@@ -19,9 +19,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.utils import request_utils
 
 from headroom.tracking import answer_limits
-from headroom.tracking.answer_limits import make_client
+from headroom.tracking.answer_limits import TCPKeepAliveHTTPAdapter, make_client
 from headroom.tracking.query_runs import ExperimentRuns
 from headroom.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import ROOT, desk_environment
@@ -124,6 +126,19 @@ def test_the_same_page_again_and_again_is_an_error(of_pages: dict[str, Any]) -> 
         pytest.raises(TrackingError, match="can't be used: it names the same page as the next"),
     ):
         _read(uri, 100)
+
+
+def test_a_process_that_has_asked_mlflow_before_has_limits_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its session stayed in use: a page without an end was asked for for ever."""
+    name = TCPKeepAliveHTTPAdapter.__name__
+    monkeypatch.setattr(request_utils, name, TCPKeepAliveHTTPAdapter)
+    request_utils._cached_get_request_session.cache_clear()
+    with _serve(lambda _, path: _answer(path, next_page_token="more")) as uri:
+        assert MlflowClient(uri).get_experiment("1").name == "mine"
+        with pytest.raises(TrackingError, match="it names the same page as the next"):
+            _read(uri, 100)
 
 
 def test_the_same_page_of_a_curve_again_and_again_is_an_error() -> None:
