@@ -454,8 +454,9 @@ def measure_step(place: Place, *, names: int, steps: int) -> str:
         for at in (0, 1)
     )
     return f"""
-A step of {step_ms:.1f} ms, on one thread, that logs {names:,} metrics keeps {describe_ratios(wall)} of its
-speed by the clock, and {describe_ratios(cpu)} by the processor time of the thread that trains
+A step of {step_ms:.1f} ms, on one thread, that logs {names:,} metrics keeps
+{describe_ratios(wall)} of its speed by the clock, and {describe_ratios(cpu)}
+by the processor time of the thread that trains
 ({len(cpu)} turns of {BLOCK_STEPS} steps; bar: 0.995). Load: {describe_load()}."""
 
 
