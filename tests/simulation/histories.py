@@ -425,11 +425,16 @@ class Play:
             for run in self._find_runs(name):
                 kept |= {(key, step) for key, _, _, step in run.points}
             self.truth.points[name] = {at: v for at, v in points.items() if at in kept}
+        is_full = any(fault.what == "full" for fault in self.world.met)
         for name, ends in self.truth.ends.items():
             self.truth.cut.add(name)
-            # How it went on may be gone; the end of a run that was not gone on with is on the disk.
+            # How it went on may be gone; the end of a run that was not gone on with is on the disk,
+            # but where that was full, and MLflow alone was told of it.
             is_over = len(ends) == 1 and "KILLED" not in ends and not self.history.lies
-            if not is_over:
+            folder = runs.names.get(name)
+            log = folder.names.get(event_log.LOG) if folder is not None else None
+            is_unkept = is_full and (log is None or b'{"end":' not in bytes(log.data))
+            if not is_over or is_unkept:
                 self.truth.ends[name] = ends | self.truth.earlier.get(name, set()) | {"KILLED"}
 
     def _find_runs(self, name: str) -> list[Any]:
