@@ -6,6 +6,7 @@ claim, lease, journal and sending process; what is left is cleaned up by `flows.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -460,7 +461,8 @@ class Play:
             return False
         with played_in(self.world):
             marks = orphaned_runs._read_marks(Path(RUNS, run.tags.get("journal", "")))
-        told = any(f"({run.run_id})" in code and "another copy" in code for code in self.codes)
+        named = re.compile(rf"\b{run.run_id}\b")
+        told = any(named.search(code) and "another copy" in code for code in self.codes)
         return told and bool(run_sender.find_other_copy(run.describe(), marks))
 
     def _read_log(self, name: str) -> dict[tuple[str, int], float]:
