@@ -195,12 +195,13 @@ def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
 
 def _mark_point(ax: Axes, point: tuple[float, float], text: str) -> None:
     ax.plot(*point, marker="o", markersize=5, color=GREEN)
+    is_early = point[0] < sum(ax.get_xlim()) / 2  # where the curve still rises on its left
     ax.annotate(
         text,
         point,
         xytext=(0, -16),
         textcoords="offset points",
-        ha="right",
+        ha="left" if is_early else "right",
         fontsize=10,
         fontweight="bold",
         color=GREEN,
