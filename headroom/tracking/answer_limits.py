@@ -182,10 +182,10 @@ class _LimitedAdapter(TCPKeepAliveHTTPAdapter):
                 cut.stop()
 
     def _read(self, response: Response, cut: _Cut) -> bytes:
-        """Return the body, unpacked. Raises AnswerLimit, and what urllib3 raises."""
+        """Return the body, unpacked. Raises AnswerLimit, and what requests raises."""
         body = bytearray()
         try:
-            for piece in response.raw.stream(PIECE_BYTES, decode_content=True):
+            for piece in response.iter_content(PIECE_BYTES):
                 body += piece
                 if len(body) > MOST_BYTES:
                     raise AnswerLimit(f"its answer is larger than {MOST_BYTES >> 20} MiB")

@@ -252,7 +252,7 @@ def may_answer_later(error: BaseException, where: TrackingSettings | None) -> bo
         return False
     chain = _list_causes(error)
     if any(isinstance(e, AWAY) for e in chain):
-        return not any(isinstance(e, http.SSLError) for e in chain)
+        return not any(isinstance(e, http.SSLError | AnswerLimit) for e in chain)
     errors = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
     if not errors:
         return False
