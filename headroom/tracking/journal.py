@@ -58,6 +58,7 @@ CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is awa
 SILENT_S = 15.0
 RESTARTS = 5  # of a sending process that ends in mid-run: on a host without memory each may
 RESTARTS_AT_START = 2  # before the run has begun: its user is there
+LOOK_S = 1.0  # between two looks whether the log is still there: one costs more than a short line
 RESERVE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class Journal:
         self.told = LogSummary()  # before this process
         self._ms = 0  # of the newest line
         self._now_ms, self._now_at = 0, monotonic()  # when that was written
+        self._look_at = 0.0  # by monotonic(): whether the log is still there
         self._sender: subprocess.Popen[str] | None = None
         self._order: dict[str, Any] = {}  # where MLflow is
         self._opening: dict[str, Any] | None = None  # the answer
@@ -364,7 +366,8 @@ class Journal:
         if not new:
             return
         try:
-            self._restore()
+            if monotonic() >= self._look_at:
+                self._restore()
             lines = [
                 make_line(metrics, step, unix_ms=self._compute_ms(age_s))
                 for metrics, step, age_s in new
@@ -421,6 +424,7 @@ class Journal:
         The open file still has its content.
         """
         if self._log is None or os.path.exists(self.folder / LOG):
+            self._look_at = monotonic() + LOOK_S
             return
         new = self._open_log()
         self._log.seek(0)

@@ -676,9 +676,10 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["", "with its sending process"])
 def test_a_folder_that_is_removed_in_mid_run_is_written_anew(
-    tmp_path: Path, is_killed: bool
+    tmp_path: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run was FINISHED without a metric."""
+    monkeypatch.setattr("headroom.tracking.journal.LOOK_S", 0.0)
     where = _where(tmp_path)
     with Journal(where, tmp_path / "runs" / "one") as journal:
         journal.open(None)
