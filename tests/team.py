@@ -9,7 +9,6 @@ import pwd
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -146,7 +145,8 @@ class Postgres:
         """As a power cut: its own processes follow when they see that it is gone."""
         family = [self.process, *self.process.children(recursive=True)]
         for process in family:
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # one of a connection that was closed meanwhile
+                process.kill()
         assert not _await_end(family, wait_s=20)
         # Collected by who started it: else the next one takes a zombie for a server that is up.
         self.process.wait(timeout=20)
