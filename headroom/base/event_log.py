@@ -242,12 +242,29 @@ def refuse_links(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder of a run; what makes it one goes last: interrupted, it is found again."""
+    """Remove the folder of a run; what makes it one goes last: interrupted, it is found again.
+
+    Another process may be removing it too. Raises OSError.
+    """
+    for is_last in (False, True):
+        for entry in _list_for_removal(folder):
+            with suppress(FileNotFoundError):
+                is_folder = entry.is_dir() and not entry.is_symlink()
+                shutil.rmtree(entry) if is_folder else entry.unlink()
+        try:
+            return folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # another process has tried a lock there, and so made its file anew
+            if is_last:
+                raise
+
+
+def _list_for_removal(folder: Path) -> list[Path]:
     last = (LOG, SENT, START)
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name in last and 1 + last.index(e.name)):
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        shutil.rmtree(entry) if is_folder else entry.unlink()
-    folder.rmdir()
+    with suppress(FileNotFoundError):
+        return sorted(folder.iterdir(), key=lambda e: e.name in last and 1 + last.index(e.name))
+    return []
 
 
 def write_to_disk(*places: Path) -> None:

@@ -144,11 +144,12 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_left = True
         if self._log is not None:
             self._log.close()
-        if self._sender is not None:
-            children.leave(self._sender)  # it ends by itself: what is unsent, it still sends
+        with self._telling:
+            self._is_left = True
+            if self._sender is not None:
+                children.leave(self._sender)  # it ends by itself: what is unsent, it still sends
         if self._is_closed and self._listener is not None:
             self._listener.join()  # it has heard the last that there is to hear
 
@@ -588,10 +589,12 @@ class Journal:
     def _replace_sender(self) -> bool:
         """Start another sending process, which goes on where the last one was.
 
-        Return whether that worked.
+        Return whether that worked; not where nobody waits for it any more.
         """
         with self._telling:
             assert self._sender is not None
+            if self._is_left:
+                return False
             children.close_stdin(self._sender)
             try:
                 self._sender = start_sender(self.where)

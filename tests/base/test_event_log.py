@@ -4,6 +4,8 @@ series; how the run began, and whether and how it ended."""
 import io
 import json
 import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from headroom.base import event_log
 from headroom.base.event_log import (
     END_BYTES,
     LOG,
+    SENDING_LOCK,
     SENT,
     append_event,
     append_line,
@@ -25,7 +28,9 @@ from headroom.base.event_log import (
     read_metric_batches,
     read_metrics_before,
     read_series,
+    remove_folder,
 )
+from headroom.base.file_lock import FileLock
 
 
 def _lines(count: int) -> bytes:
@@ -243,6 +248,31 @@ def test_a_log_is_sent_when_its_last_byte_is_and_that_is_its_end(tmp_path: Path)
     (tmp_path / SENT).write_text(json.dumps({"closed": True, "offset": size}))
     log.unlink()  # a removal that was interrupted
     assert is_sent(tmp_path)
+
+
+def test_a_folder_is_removed_though_another_process_removes_it_or_tries_a_lock_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two commands that tidied at once one said that the runs can't be written."""
+    folder = tmp_path / "run"
+    others: list[Callable[[], object]] = [
+        lambda: FileLock(folder / SENDING_LOCK).close(),  # made anew
+        lambda: shutil.rmtree(folder),
+    ]
+    real = Path.rmdir
+
+    def remove(path: Path) -> None:
+        if others:
+            others.pop(0)()
+        real(path)
+
+    folder.mkdir()
+    for name in (SENT, SENDING_LOCK):
+        (folder / name).write_text("{}")
+    monkeypatch.setattr(Path, "rmdir", remove)
+    remove_folder(folder)
+    assert not folder.exists() and not others
+    remove_folder(folder)
 
 
 def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:

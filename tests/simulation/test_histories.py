@@ -265,6 +265,17 @@ ONCE_BROKEN = {
         faults=(Fault("server", 2, "twice"), Fault("rename", 18, "power")),
         switch=0.0,
     ),
+    "of a refused run's sending process that was just replaced the pipe was closed": History(
+        seed=9038846,
+        starts=(
+            Start(key="other", points=2, pause_s=12.0, keeps_every=1, ends="stops", waits=False),
+            Start(key="other", points=1, pause_s=0.0, keeps_every=1, device=True, waits=False),
+            Start(points=1, pause_s=0.0, keeps_every=1, waits=False),
+        ),
+        sweeps=(Sweep(at_s=10.923718010823979, how="elsewhere", start=0),),
+        faults=(Fault("training", 117, "full", 317), Fault("sender", 165, "no memory", 40.0)),
+        switch=0.4,
+    ),
 }
 
 
