@@ -285,8 +285,10 @@ def explain_error(error: Exception, where: TrackingSettings | None) -> str:
     """Return one sentence about what went wrong, starting with the setting at fault."""
     uri = redact(where.tracking_uri) if where is not None else "unknown"
     if may_answer_later(error, where):
-        last = _list_causes(error)[-1]
-        said = redact(str(getattr(last, "strerror", None) or last)).strip() or type(last).__name__
+        causes = reversed(_list_causes(error))
+        texts = [redact(str(getattr(e, "strerror", None) or e)).strip() for e in causes]
+        # SQLAlchemy's sign that its connections are gone says "()".
+        said = next((text for text in texts if text.strip("()")), type(error).__name__)
         return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)

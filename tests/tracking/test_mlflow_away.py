@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InvalidatePoolError, OperationalError
 
 from headroom.base.file_lock import FileLock
 from headroom.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
@@ -308,6 +308,15 @@ def test_what_a_killed_writer_has_left_half_written_is_rolled_back(tmp_path: Pat
     with sqlite3.connect(path) as opened:
         left = opened.execute("SELECT count(*) FROM experiment_tags WHERE key LIKE 'tag %'")
         assert left.fetchone() == (0,)
+
+
+def test_of_a_database_that_went_its_own_words_are_told(tmp_path: Path) -> None:
+    """It was `is away (())`."""
+    where = _where(tmp_path, "postgresql://127.0.0.1:1/mlflow")
+    gone = OperationalError("SELECT 1", {}, sqlite3.OperationalError("it is shutting down"))
+    gone.__cause__, gone.__context__ = None, InvalidatePoolError()
+    said = mlflow_store.explain_error(gone, where)
+    assert said.endswith("is away ((sqlite3.OperationalError) it is shutting down)")
 
 
 def test_a_database_that_is_locked_is_away_and_one_without_its_folder_is_wrong(
