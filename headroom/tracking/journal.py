@@ -56,7 +56,8 @@ OPEN_S = 180.0  # the first use of a new database on a busy machine, with room t
 CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
 # A server that is there answers in less. A new SQLite database takes long, and is waited for.
 SILENT_S = 15.0
-RESTARTS = 5  # of a sending process that ends in mid-run: on a host without memory each may
+RESTARTS = 5  # in a row, in mid-run: on a host without memory each sending process may end
+LIVED_S = 3600.0  # after which one that ends is no more of that row
 RESTARTS_AT_START = 2  # before the run has begun: its user is there
 LOOK_S = 1.0  # between two looks whether the log is still there: one costs more than a short line
 RESERVE_BYTES = 1 << 20
@@ -538,9 +539,9 @@ class Journal:
 
     def _listen(self) -> None:
         """Pass on the answers of the sending process; start another where it ends too early."""
-        kills = host_memory.count_kills()
-        for restarts in range(1 + RESTARTS):
-            sender = self._sender
+        kills, restarts = host_memory.count_kills(), 0
+        while True:
+            sender, began_s = self._sender, monotonic()
             assert sender is not None and sender.stdout is not None
             with sender.stdout as answers:
                 for line in answers:
@@ -557,11 +558,12 @@ class Journal:
                 ended = ended.replace(" in mid-run", " before the run began")
             if self._is_left:
                 break
-            is_last = restarts >= (RESTARTS if self.is_begun else RESTARTS_AT_START)
+            restarts = restarts + 1 if monotonic() - began_s < LIVED_S else 1
+            is_last = restarts > (RESTARTS if self.is_begun else RESTARTS_AT_START)
             self._note(ended if is_last else f"{ended}; it is started again")
             if is_last:
                 break
-            sleep(2**restarts - 1)
+            sleep(2 ** (restarts - 1) - 1)
             if not self._replace_sender():
                 break
         self._histories.put(None)

@@ -74,7 +74,7 @@ def run(start: Start) -> Callable[..., tuple[int, Any, str]]:
 
     def run_to_its_end(*words: str) -> tuple[int, Any, str]:
         process = start(*words, "--json")
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=400)
         answer = json.loads(out) if out else None
         if answer is not None:
             is_judgement = "judge" in words
@@ -89,6 +89,7 @@ def git(*words: str) -> None:
     subprocess.run(["git", *who, *words], check=True, capture_output=True)
 
 
+@pytest.mark.timeout(480)
 def test_a_session_goes_on_and_a_commit_is_trained_in_its_own_folder(
     project: Path, start: Start, run: Run
 ) -> None:

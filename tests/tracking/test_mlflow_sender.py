@@ -674,6 +674,24 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
     assert len(journal.notes) == 2
 
 
+def test_of_sending_processes_that_lived_any_number_may_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a training of weeks the sixth was the last."""
+    monkeypatch.setattr("headroom.tracking.journal.RESTARTS", 1)
+    monkeypatch.setattr("headroom.tracking.journal.LIVED_S", 0.0)
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        for _ in range(3):
+            old = journal._sender
+            assert old is not None
+            old.kill()
+            _until(lambda old=old: journal._sender is not old)
+        journal.close(_run())
+    assert len(journal.notes) == 3
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["", "with its sending process"])
 def test_a_folder_that_is_removed_in_mid_run_is_written_anew(
     tmp_path: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch
