@@ -394,8 +394,10 @@ class Play:
         run = self.server.runs.get(journal.run_id)
         if run is None or world.mono - world.away_until < LATE_S:
             return
-        if run.status != "RUNNING":
-            world.wait(None, 1.0)  # who has looked for the process again puts it right
+        since = world.mono
+        # Who has looked for the process again puts it right, once it is not stopped any more.
+        while run.status != "RUNNING" and world.mono < 1.0 + max(since, world.troubled_until):
+            world.wait(None, 1.0)
         sender = journal._sender
         is_mute = sender is None or sender.poll() is not None  # on a host without memory
         is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
