@@ -394,15 +394,15 @@ class Play:
         run = self.server.runs.get(journal.run_id)
         if run is None or world.mono - world.away_until < LATE_S:
             return
-        since = world.mono
-        # Who has looked for the process again puts it right, once it is not stopped any more.
-        while run.status != "RUNNING" and world.mono < 1.0 + max(since, world.troubled_until):
+        until = world.mono + 1.0
+        # Who has looked for the process again puts it right, or tells it when all is well again.
+        while run.status != "RUNNING" and world.mono < max(until, world.troubled_until + LATE_S):
             world.wait(None, 1.0)
         sender = journal._sender
         is_mute = sender is None or sender.poll() is not None  # on a host without memory
-        is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
-        if run.status != "RUNNING" and (is_calm or not is_mute):
+        if run.status != "RUNNING" and not is_mute:
             raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
+        is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
         if not is_calm or self.history.busy or is_mute:
             return
         there = {step for run in self._find_runs(name) for _, _, _, step in run.points}
