@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,18 @@ def page(browser: playwright.Browser) -> Iterator[playwright.Page]:  # noqa: F81
     page.set_default_timeout(60_000)
     yield page
     page.close()
+
+
+def submit(page: playwright.Page) -> Any:
+    """The flow run that the form made. 503 is what Prefect says where two write to its SQLite
+    database at once: its clients ask again by themselves, in the form a person presses again."""
+    for _ in range(20):
+        with page.expect_response("**/create_flow_run") as answer:
+            page.get_by_role("button", name="Submit").click()
+        if answer.value.status != 503:
+            break
+    assert answer.value.status == 201, answer.value.text()
+    return answer.value.json()
 
 
 def test_the_form_begins_with_what_everybody_needs_and_starts_a_run_that_tells_its_result(
@@ -45,9 +58,7 @@ def test_the_form_begins_with_what_everybody_needs_and_starts_a_run_that_tells_i
     overrides.click()
     page.keyboard.press("Control+A")
     page.keyboard.type('{"train.epochs": 5}')
-    with page.expect_response("**/create_flow_run") as answer:
-        page.get_by_role("button", name="Submit").click()
-    asked = answer.value.json()
+    asked = submit(page)
     assert asked["parameters"]["overrides"] == {"train.epochs": 5}
     flow_run = asked["id"]
     assert wait_for(lambda: ended(service, flow_run), service) == "COMPLETED"
