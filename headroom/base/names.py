@@ -916,6 +916,7 @@ TAGS = (
     Tag("warnings", "what a person should doubt, a line each"),
     Tag("alerts", "what was wrong while it trained, a line each", needs="such a run"),
     Tag("end.reason", "why the run ended before its end", needs="such an end"),
+    Tag("end.status", "how it ended, told before MLflow has the rest of it"),
     Tag("failure", "the kind of failure", needs="a failure"),
     Tag("resumed", "how often the run was gone on with", needs=GONE_ON),
     Tag("resumed_from_step", "the step that it went on from", needs=GONE_ON),

@@ -53,6 +53,9 @@ from headroom.tracking.left_folders import find_left_folders, is_going_on
 from headroom.tracking.mlflow_store import explain_error, open_experiment
 from headroom.tracking.run_sender import (
     EARLIER,
+    END_REASON,
+    END_STATUS,
+    ENDS,
     UNSENT,
     Sender,
     SendingState,
@@ -203,8 +206,9 @@ def begin_run(
     if begin is None:
         if run.info.status != "RUNNING" and is_going_on(folder):  # it was to be taken back
             client.update_run(run.info.run_id, status="RUNNING")
-            if "end.reason" in run.data.tags:
-                client.delete_tag(run.info.run_id, "end.reason")
+            for name in (END_REASON, END_STATUS):
+                if name in run.data.tags:
+                    client.delete_tag(run.info.run_id, name)
             state.closed = False
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
@@ -231,7 +235,7 @@ def _is_taken_back(run: Run) -> bool:
     """Return whether the run was deleted by who had begun it, and not by a person. Its folder is
     still there where that process was killed before it was removed, or goes on with it."""
     is_deleted = run.info.lifecycle_stage == "deleted"
-    return is_deleted and run.data.tags.get("end.reason") == TAKEN_BACK
+    return is_deleted and run.data.tags.get(END_REASON) == TAKEN_BACK
 
 
 def _create_run(
@@ -391,7 +395,7 @@ def send_rest(sender: Sender, *, dead: str = DEAD) -> bool:
 def _send_rest(sender: Sender, dead: str) -> bool:
     if sender.held is not None and _is_double(sender):
         # Not ended before: who is killed between the two would leave it, and nobody looks again.
-        sender.client.set_tag(sender.state.run_id, "end.reason", DOUBLE)
+        sender.client.set_tag(sender.state.run_id, END_REASON, DOUBLE)
         sender.client.delete_run(sender.state.run_id)
         return True
     if sender.held is not None:
@@ -413,46 +417,60 @@ def _send_rest(sender: Sender, dead: str) -> bool:
     log = sender.folder / LOG
     end_ms = int(log.stat().st_mtime * 1000) if log.is_file() else None
     run = read_end(sender.folder)
-    if run.get("status") not in ("FINISHED", "FAILED", "KILLED"):
+    if run.get("status") not in ENDS:
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
-            run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
+            run["status"] = _read_told_end(stored)
+        if not run["status"]:
+            run = {"status": "KILLED", "error": dead, "tags": {END_REASON: dead}}
         # MLflow may not have been told of the newest of them.
         run["tags"] = {**stored.data.tags, **read_logged_tags(log), **run.get("tags", {})}
         if not _append_end(sender, run):
             return False
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
-    run["tags"] = {**stored.data.tags, **run.get("tags", {})}
-    kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
-    run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
+    told = run.get("tags", {})
+    dropped = {UNSENT, END_STATUS} | {END_REASON} - told.keys()
+    kept = {k: v for k, v in {**stored.data.tags, **told}.items() if k not in dropped}
+    run["tags"] = {k: v for k, v in kept.items() if not k.startswith("mlflow.")}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
     return True
 
 
+def _read_told_end(run: Run) -> str:
+    """Return how the run ended, as whoever sends its rest has told; empty where nobody has."""
+    told = str(run.data.tags.get(END_STATUS, ""))
+    return told if told in ENDS else ""
+
+
 def _end_without_folder(client: MlflowClient, run: Run, dead: str) -> bool:
-    """End a run whose folder is not here, as KILLED. Return False where its process is another
-    host's or lives: no lock tells of somebody who goes on with it elsewhere meanwhile."""
+    """End a run whose folder is not here, as it was told to have ended, else as KILLED. Return
+    False where its process is another host's or lives: no lock tells of somebody who goes on with
+    it, or sends the rest of it, elsewhere meanwhile."""
     if not _is_dead_here(run):
         return False
-    run_id = run.info.run_id
-    client.set_tag(run_id, "end.reason", dead)
-    client.set_terminated(run_id, "KILLED")
+    run_id, status = run.info.run_id, _read_told_end(run)
+    if not status:
+        client.set_tag(run_id, END_REASON, dead)
+    status = status or "KILLED"
+    client.set_terminated(run_id, status)
     for pause_s in LOOK_AGAIN_S:
         try:
-            return not _take_end_back(client, run_id)
+            return not _correct_end(client, run_id, status, dead)
         except MlflowException:  # it does not answer now, and a run that trains must not stay so
             time.sleep(pause_s)
-    return not _take_end_back(client, run_id)
+    return not _correct_end(client, run_id, status, dead)
 
 
-def _take_end_back(client: MlflowClient, run_id: str) -> bool:
-    """Set a run that was ended as KILLED to RUNNING again, where somebody trains it since; return
-    whether that was so."""
+def _correct_end(client: MlflowClient, run_id: str, status: str, dead: str) -> bool:
+    """Set a run that was ended with this status to RUNNING again where somebody trains it since, or
+    to the end that was told since; return whether that was so."""
     run = client.get_run(run_id)
-    if run.info.status != "KILLED" or _is_dead_here(run):
+    true = (_read_told_end(run) or status) if _is_dead_here(run) else "RUNNING"
+    if run.info.status != status or true == status:
         return False
-    client.update_run(run_id, status="RUNNING")
-    client.delete_tag(run_id, "end.reason")
+    client.update_run(run_id, status=true)
+    if run.data.tags.get(END_REASON) == dead:
+        client.delete_tag(run_id, END_REASON)
     return True
 
 

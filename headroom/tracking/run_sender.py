@@ -187,6 +187,9 @@ TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 REGISTERED = "registered"  # a tag
+END_REASON = "end.reason"
+END_STATUS = "end.status"  # a tag: how the run ended, told before MLflow has the rest of it
+ENDS = ("FINISHED", "FAILED", "KILLED")
 UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and where the rest is
 RESUMED_BY = "resumed.by."  # a tag: who went on with the run, by a mark that its folder keeps
 EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
@@ -335,10 +338,11 @@ class Sender:
         """
         try:
             times = self._send_the_rest(run)
-            if self.state.unsent:
-                self.state.unsent = ""
-                if UNSENT in self.client.get_run(self.state.run_id).data.tags:
-                    self.client.delete_tag(self.state.run_id, UNSENT)
+            self.state.unsent = ""
+            # Whoever found that its process was gone may have guessed why.
+            stale = {UNSENT, END_REASON} - run.get("tags", {}).keys()
+            for name in stale & self.client.get_run(self.state.run_id).data.tags.keys():
+                self.client.delete_tag(self.state.run_id, name)
         except Exception as error:
             self._tell_unsent(run, error)
             raise
@@ -377,6 +381,7 @@ class Sender:
         began = time.perf_counter()
         run_id = self.state.run_id
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
+        self.tags[END_STATUS] = run["status"]
         self.flush()
         self._tell_damage()
         path = make_run_path(self.state.experiment_id, run_id)
@@ -572,7 +577,7 @@ def reopen_run(
     sender._keep()  # its end is told again, should nothing come of this one
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
     before = client.get_run(state.run_id).data.tags
-    for name in before.keys() & {"end.reason", "failure", "warnings", UNSENT}:
+    for name in before.keys() & {END_REASON, END_STATUS, "failure", "warnings", UNSENT}:
         client.delete_tag(state.run_id, name)
     # They crashed, or were stopped, and would be counted among the failed ones for ever.
     flow_runs = [*before.get(EARLIER, "").split(","), before.get("prefect.flow_run_id", "")]

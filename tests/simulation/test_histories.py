@@ -98,6 +98,23 @@ ONCE_BROKEN = {
         faults=(Fault("any", 323, "full"),),
         switch=0.0,
     ),
+    "a sweep from elsewhere and who sent its end ended it in one instant": History(
+        seed=9753832,
+        starts=(Start(key="other", points=1, pause_s=0.0, keeps_every=1),),
+        sweeps=(
+            Sweep(at_s=25.702143162777922, how="elsewhere"),
+            Sweep(at_s=25.650110091905436, how="tidy"),
+        ),
+        faults=(Fault("server", 1, "away", 0.5),),
+        switch=0.0,
+    ),
+    "a sweep from elsewhere guessed why it ended, and that stayed": History(
+        seed=9602995,
+        starts=(Start(key="k", points=2, pause_s=3.0, keeps_every=1, device=True, waits=False),),
+        sweeps=(Sweep(at_s=13.74146169368445, how="elsewhere"),),
+        faults=(Fault("server", 16, "away", 40.0),),
+        switch=0.0,
+    ),
     "a power cut took log and sent.json, and steps were there twice": History(
         seed=395,
         starts=(

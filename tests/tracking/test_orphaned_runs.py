@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -195,6 +196,39 @@ def test_a_run_that_goes_on_here_is_ended_by_nobody(where: TrackingSettings) -> 
     assert send_left(client, where) == send_left(client, where, does=False) == []
     assert (folder / LOG).read_bytes() == before
     assert client.get_run(run_id).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize("sends", ["after it", "within it", "no more"])
+def test_an_end_that_was_told_is_not_guessed_by_who_has_not_the_folder(
+    sends: str, where: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another project of this host found it without a process while the rest was on its way: it
+    said for ever that its process was gone, or KILLED, where both ended it in one instant."""
+    client, folder = open_experiment(where)[0], _begun(where)
+    sender = orphaned_runs.begin_run(client, where, folder)
+    append_lines(folder, make_event("end", END, unix_ms=9))
+    run_id, end = sender.state.run_id, MlflowClient.set_terminated
+
+    def end_within(self: MlflowClient, ended_id: str, status: str, *more: Any) -> None:
+        if status == "KILLED":
+            sender.close({**END})
+        end(self, ended_id, status, *more)
+
+    if sends == "within it":
+        monkeypatch.setattr(MlflowClient, "set_terminated", end_within)
+    if sends == "no more":
+        sender.tags[run_sender.END_STATUS] = "FINISHED"
+        sender.flush()
+        shutil.rmtree(folder)
+    elsewhere = where.model_copy(update={"runs": str(tmp_path / "elsewhere")})
+    found = send_left(client, elsewhere)
+    if sends == "after it":
+        run = client.get_run(run_id)
+        assert (run.info.status, run.data.tags["end.reason"]) == ("KILLED", "its process was gone")
+        send_left(client, where)
+    assert len(found) == (sends != "within it")
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED" and "end.reason" not in run.data.tags
 
 
 def test_of_a_run_that_was_taken_back_another_is_made(where: TrackingSettings) -> None:
