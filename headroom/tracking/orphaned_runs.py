@@ -425,6 +425,8 @@ def _send_rest(sender: Sender, dead: str) -> bool:
             run = {"status": "KILLED", "error": dead, "tags": {END_REASON: dead}}
         # MLflow may not have been told of the newest of them.
         run["tags"] = {**stored.data.tags, **read_logged_tags(log), **run.get("tags", {})}
+        if run["status"] != "KILLED" and run["tags"].get(END_REASON, "").startswith(DEAD):
+            del run["tags"][END_REASON]  # a guess of before its end was told
         if not _append_end(sender, run):
             return False
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}

@@ -115,6 +115,23 @@ ONCE_BROKEN = {
         faults=(Fault("server", 16, "away", 40.0),),
         switch=0.0,
     ),
+    "a guess of why it ended stayed where a full disk kept its end": History(
+        seed=9887449,
+        starts=(
+            Start(key="k", points=1, pause_s=0.0, keeps_every=1, ends="left"),
+            Start(
+                after_s=0.00488014006214893,
+                key="k",
+                points=6,
+                pause_s=0.0,
+                keeps_every=1,
+                waits=False,
+            ),
+        ),
+        sweeps=(Sweep(at_s=0.01503301918218906, how="elsewhere", start=1),),
+        faults=(Fault("training", 171, "full", 53),),
+        switch=0.0,
+    ),
     "a power cut took log and sent.json, and steps were there twice": History(
         seed=395,
         starts=(
