@@ -58,10 +58,11 @@ class DelimitedText:
 
         Errors: DataError for rows of another width than the header, and for what is not UTF-8.
         """
-        # Closed with the last reference to it: Arrow reads ahead in a thread of its own.
-        seen, file = 0, pa.OSFile(os.fsencode(self.path))
+        seen = 0
         for size_bytes in (self.block_bytes, LONGEST_BYTES):  # where a row fits into no block
-            skipped = 0
+            # Each reader has its own, closed with the last reference to it: Arrow reads ahead in a
+            # thread, which may still take a block from it after an error.
+            file, skipped = pa.OSFile(os.fsencode(self.path)), 0
             try:
                 for cells in _stream_rows(replace(self, block_bytes=size_bytes), file, places):
                     count = min(seen - skipped, cells.num_rows)

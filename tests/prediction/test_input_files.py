@@ -194,11 +194,20 @@ def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_row_that_is_longer_than_a_block_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What Arrow still read ahead for the reader that had failed was once lost to the next one."""
     monkeypatch.setattr("headroom.data.delimited_text.BLOCK_BYTES", 64)
+    open_file, files = pa.OSFile, []
+
+    def open_another(name: bytes) -> Any:
+        files.append(open_file(name))
+        return files[-1]
+
+    monkeypatch.setattr(pa, "OSFile", open_another)
     rows = "".join(f"{i},{i},x\n\n" for i in range(40))
     path = _write(tmp_path, "a,b,note\n" + rows + "40,40," + "x" * 300 + "\n" + rows)
     found = pd.concat([batch.rows for batch in _read(path, AB)])
     assert found["a"].tolist() == [*range(41), *range(40)]
+    assert len(files) == 2, "one of its own for each reading"
 
 
 def test_a_row_of_more_than_16_mib_is_one_sentence(
