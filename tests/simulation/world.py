@@ -126,6 +126,9 @@ class World:
         self.is_healthy = False  # no more faults
         self.processes: dict[int, Process] = {}
         self.ended: dict[int, float] = {}  # by number, when it was free again
+        self.starts: dict[
+            int, list[float]
+        ] = {}  # by number, when its processes began, by the clock
         self.tasks: list[Task] = []
         self.now: Task | None = None
         self.failure: BaseException | None = None
@@ -147,12 +150,16 @@ class World:
     # Processes
 
     def begin(self, kind: str, call: Callable[[], None], **files: Any) -> Process:
-        """Begin a process. Its number may be that of one that is gone."""
+        """Begin a process. Its number may be that of one that is gone, but not its start, too, by a
+        clock that was set back: of some million numbers one comes again so rarely that it is not
+        told from a process that lives."""
         pid = next(
             p
             for p in iter(lambda: self.drawn.randint(100, 139), None)
             if p not in self.processes and self.mono - self.ended.get(p, 0.0) > AGAIN_S
+            if all(abs(self.time() - start) > AGAIN_S for start in self.starts.get(p, ()))
         )
+        self.starts.setdefault(pid, []).append(self.time())
         process = Process(pid, kind, self.mono)
         self.processes[pid] = process
         process.files |= {int(k[1:]): v for k, v in files.items()}
