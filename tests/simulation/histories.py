@@ -381,6 +381,14 @@ class Play:
             statuses = [run.status for run in runs]
             raise Broken(f"{name} is closed as {status}; MLflow says {statuses}, lacks {lost[:4]}")
 
+    def _is_swept(self, run: Any) -> bool:
+        """Return whether who has not its folder has ended it in the instant in which it was gone on
+        with, and was killed before it could look again: not promised."""
+        befell = {fault.what for fault in self.world.met}
+        ways = {sweep.how for sweep in self.history.sweeps}
+        is_guess = run.status == "KILLED" and run.tags.get("end.reason") == orphaned_runs.DEAD
+        return is_guess and "elsewhere" in ways and bool(befell & KILLS)
+
     def judge_training(
         self, name: str, journal: journal.Journal, told_at: list[tuple[float, int]]
     ) -> None:
@@ -400,7 +408,7 @@ class Play:
             world.wait(None, 1.0)
         sender = journal._sender
         is_mute = sender is None or sender.poll() is not None  # on a host without memory
-        if run.status != "RUNNING" and not is_mute:
+        if run.status != "RUNNING" and not is_mute and not self._is_swept(run):
             raise Broken(f"{run.run_id} of {name} says {run.status}, and it trains")
         is_calm = world.mono - world.troubled_until > LATE_S and world.room == ROOM
         if not is_calm or self.history.busy or is_mute:
