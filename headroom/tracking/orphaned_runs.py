@@ -206,9 +206,8 @@ def begin_run(
     if begin is None:
         if run.info.status != "RUNNING" and is_going_on(folder):  # it was to be taken back
             client.update_run(run.info.run_id, status="RUNNING")
-            for name in (END_REASON, END_STATUS):
-                if name in run.data.tags:
-                    client.delete_tag(run.info.run_id, name)
+            for name in run.data.tags.keys() & {END_REASON, END_STATUS}:
+                client.delete_tag(run.info.run_id, name)
             state.closed = False
         return Sender(client, chosen, folder, state)
     tags = begin["tags"]
@@ -450,10 +449,10 @@ def _end_without_folder(client: MlflowClient, run: Run, dead: str) -> bool:
     it, or sends the rest of it, elsewhere meanwhile."""
     if not _is_dead_here(run):
         return False
-    run_id, status = run.info.run_id, _read_told_end(run)
-    if not status:
+    run_id, told = run.info.run_id, _read_told_end(run)
+    if not told:
         client.set_tag(run_id, END_REASON, dead)
-    status = status or "KILLED"
+    status = told or "KILLED"
     client.set_terminated(run_id, status)
     for pause_s in LOOK_AGAIN_S:
         try:

@@ -126,9 +126,7 @@ class World:
         self.is_healthy = False  # no more faults
         self.processes: dict[int, Process] = {}
         self.ended: dict[int, float] = {}  # by number, when it was free again
-        self.starts: dict[
-            int, list[float]
-        ] = {}  # by number, when its processes began, by the clock
+        self.starts: dict[int, list[float]] = {}  # by number, what the clock showed then
         self.tasks: list[Task] = []
         self.now: Task | None = None
         self.failure: BaseException | None = None
